@@ -98,37 +98,37 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Reports the life of a request, how it was placed, and why. A router knows the latest that it has served.
+        """Returns a request's timeline and the reasons for its placement. A router keeps its most recent requests only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """Lists the latest requests that this router has served or serves. It has no content of theirs.
+        """Lists this router's running and most recent requests, without their content.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ScalePool(self, request, context):
-        """Sets how many workers a pool should have. Answers at once; `ListPools` reports how many there are.
+        """Sets the desired number of workers of a pool and returns immediately. `ListPools` reports the progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Replaces a worker: its work moves to others, its process ends, and another one takes its place. Answers once the
-        worker takes no new work.
+        """Replaces a worker: its running requests migrate to other workers, its process exits, and a new worker takes its
+        place. Returns once the worker accepts no new work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetWorkerRole(self, request, context):
-        """Moves a worker to the other pool, with its cache; both pools' desired sizes follow. Answers once done. A worker
-        that cannot be freed in time keeps its role.
+        """Moves a worker and its cache to the other pool and adjusts the desired size of both pools. Returns when done. A
+        worker that still has requests after the timeout keeps its role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

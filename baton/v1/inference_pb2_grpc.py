@@ -55,14 +55,15 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates one answer (or `sampling.n` answers) and streams it. Closing the stream cancels the request everywhere.
+        """Generates one choice (or `sampling.n` choices) and streams it. Closing the stream cancels the request on all
+        workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns text or a chat into the token ids that Generate would use.
+        """Returns the token ids that Generate would use for a text or a chat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

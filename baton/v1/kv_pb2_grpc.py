@@ -50,15 +50,15 @@ class KvControlServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """One stream per pair of a sending and a receiving rank. Its end ends every transfer on it.
+        """Control stream of one connection from a sending to a receiving rank. The end of the stream ends all its transfers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """Makes a worker send what it holds of a prefix to the ticket's worker. Ends when the transfer has ended. In a cluster
-        with a secret the permit must cover all that is asked for.
+        """Requests a worker to send its cached part of a prefix to the ticket's worker. Returns when the transfer has ended.
+        In a cluster with a secret the permit must cover everything that is requested.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,7 @@ class WorkerCallsServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Serve(self, request_iterator, context):
-        """Either side puts into one message what it has ready at that moment. The end of the stream is the end of all calls.
+        """Each side batches what is ready into one message. The end of the stream ends all its calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,7 +99,7 @@ class WorkerCalls:
 
 
 class WorkerControlStub:
-    """Orders to one worker, from the controller.
+    """The controller's commands to one worker.
     """
 
     def __init__(self, channel):
@@ -121,20 +121,20 @@ class WorkerControlStub:
 
 
 class WorkerControlServicer:
-    """Orders to one worker, from the controller.
+    """The controller's commands to one worker.
     """
 
     def Drain(self, request, context):
-        """The worker takes no new work and has its calls taken elsewhere. Answers once none is left or the time is up.
-        The worker stays drained until its process ends. A repeated call waits again.
+        """Stops the worker from accepting new work and asks routers to migrate its calls. Returns when no call is left or at
+        the timeout. The worker stays drained until its process exits. A repeated call waits again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """Drains the worker, which then takes the other role's work with the same cache. If calls are left when the time is
-        up, or anything else fails, it keeps its old role and the answer is an error. No-op if it has the role already.
+        """Drains the worker, which then takes the other role with the same cache. If calls are left at the timeout, or
+        anything else fails, the worker keeps its old role and the call returns an error. No-op if it has the role already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,7 +162,7 @@ def add_WorkerControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerControl:
-    """Orders to one worker, from the controller.
+    """The controller's commands to one worker.
     """
 
     @staticmethod
@@ -221,7 +221,7 @@ class WorkerControl:
 
 
 class WorkerLogStub:
-    """What a worker has written, for people who look at the cluster through a router.
+    """A worker's log, for operators who reach the cluster through a router.
     """
 
     def __init__(self, channel):
@@ -238,11 +238,11 @@ class WorkerLogStub:
 
 
 class WorkerLogServicer:
-    """What a worker has written, for people who look at the cluster through a router.
+    """A worker's log, for operators who reach the cluster through a router.
     """
 
     def ReadLog(self, request, context):
-        """The latest lines, the oldest first: a worker keeps a few hundred.
+        """Returns the latest lines, oldest first. A worker keeps a few hundred.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -265,7 +265,7 @@ def add_WorkerLogServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerLog:
-    """What a worker has written, for people who look at the cluster through a router.
+    """A worker's log, for operators who reach the cluster through a router.
     """
 
     @staticmethod

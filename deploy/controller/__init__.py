@@ -1,16 +1,16 @@
-"""The controller: keeps the pools at their sizes, and takes orders to change them.
+"""The controller: keeps the pools at their desired sizes, and executes commands that change them.
 
-process           starts and ends it: `python -m deploy.controller`
+process           starts and stops the controller: `python -m deploy.controller`
 controller        observes, reconciles, records decisions
-reconcile         what to do, given the desired sizes and the workers; pure
-state             the state that outlives the process, in a file
-worker_life       starts, follows, drains and ends workers, which are actors of Ray (`deploy.ray_pools`)
+reconcile         computes the next actions from the desired sizes and the workers; pure
+state             the persistent state, in a file
+worker_life       starts, follows, drains and stops workers, which are Ray actors (`deploy.ray_pools`)
 lease_watch       exchanges leases and sizes with Redis
-serving_pools     the sizes that ServingPools ask for
+serving_pools     the sizes requested by ServingPools
 kubernetes_side   follows ServingPools and keeps worker nodes (`deploy.kubernetes`)
-room              whether more workers fit where all of them are on one machine
+room              checks that more workers fit, if all workers are on one machine
 orders            scale a pool, drain a worker, change a worker's role
-service           the gRPC service on which routers pass orders on
+service           the gRPC service through which routers forward commands
 """
 
 __all__ = [

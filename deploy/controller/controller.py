@@ -1,7 +1,7 @@
-"""Keeps the pools at their sizes: observes, asks `reconcile` what to do, and has it done.
+"""Main loop of the controller: observes the workers, calls `reconcile`, and carries out its actions.
 
-Every decision is in the state file before it is carried out, so that the next controller continues where this one
-ended: it finds the workers by the names of their actors, and leaves them as they are.
+Every decision is written to the state file before it is carried out, so that the next controller continues from there:
+it finds the workers by the names of their actors, and takes them over as they are.
 
     lease_watch ──leases──> observed() ──> reconcile ──> step() ──orders──> worker_life ──> Ray
     ServingPools, orders ──> state file ──────^                                │
@@ -61,9 +61,9 @@ from kvstore.leases import LeaseStore
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
-"""Interval between rounds when no event asks for one: waits end, and the workers' load changes."""
+"""Interval between rounds without events, because waits end and the workers' load changes."""
 ROOM_S = 10.0
-"""Time without a node that takes it after which a starting worker counts as waiting for room."""
+"""Time without a node after which a starting worker counts as waiting for room."""
 CHECK_RAY_S = 5.0
 STATES = {
     WorkerPhase.DOWN: WorkerState.DEAD,
@@ -74,15 +74,15 @@ STATES = {
 
 
 class Controller:
-    """`adopt` comes first, then `run`; orders may be given meanwhile (`deploy.controller.orders`).
+    """The controller. Call `adopt`, then `run`; `deploy.controller.orders` may give commands at the same time.
 
     Args:
-        me: the controller as routers find it.
-        malformed: counts what its server was sent and could not read.
-        state: the state to begin with; from now on `path` holds it.
+        me: the controller's address and identity for routers.
+        malformed: counts messages that its server could not parse.
+        state: the initial state; from now on `path` holds it.
         is_first: nothing has run in this cluster yet, and a worker that cannot start as configured ends `run`.
-        tls: what is shown to workers; None: plain text.
-        keys: by which it proves to workers who it is; None: the cluster has no secret.
+        tls: the certificate for connections to workers; None: plain text.
+        keys: keys with which the controller authenticates to workers; None: the cluster has no secret.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Controller:
         self._is_whole = asyncio.Event()
 
     async def adopt(self) -> None:
-        """Finds the workers that run. Others that the state names are started again.
+        """Take over the running workers. Other workers in the state are restarted.
 
         Raises:
             ConfigError: Ray does not answer.
@@ -123,7 +123,7 @@ class Controller:
         leased: dict[str, Role] = {}
         with contextlib.suppress(StoreUnavailable):
             leased = {worker.info.id: worker.info.role for worker in await self._leases.list_workers()}
-        # Where the state file is lost, a worker's lease has its role, and its actor the pool.
+        # If the state file is lost, a worker's lease has its role, and its actor has the pool.
         pools = {**self.state.pools, **await self._actors.pools(found - self.state.pools.keys())}
         for worker_id, pool in sorted(pools.items()):
             role = self.state.roles.get(worker_id) or leased.get(worker_id) or pool
@@ -135,10 +135,10 @@ class Controller:
         await self._lives.settled([worker for worker in self._lives.workers.values() if worker.task])
 
     async def run(self) -> None:
-        """Keeps the pools until cancelled.
+        """Keep the pools at their sizes until cancelled.
 
         Raises:
-            ConfigError: Ray does not answer any more, or the node by which this process has joined is gone.
+            ConfigError: Ray no longer answers, or the Ray node of this process is gone.
             BatonError: during the first start, a worker cannot run as configured.
         """
         async with asyncio.TaskGroup() as tasks:
@@ -148,18 +148,18 @@ class Controller:
             tasks.create_task(self._until_failed(), name="failure")
 
     async def whole(self) -> None:
-        """Waits until the pools have had their sizes for the first time."""
+        """Wait until the pools have reached their sizes for the first time."""
         await self._is_whole.wait()
 
     async def end_workers(self) -> None:
-        """Has every worker leave the cluster, then ends its process. `run` has ended."""
+        """Let every worker leave the cluster, and end its process. `run` must have ended."""
         await self._lives.end_all()
 
     async def let_go(self) -> None:
-        """Leaves the workers as they are. `run` has ended."""
+        """Stop following the workers, which keep running. `run` must have ended."""
         await self._lives.let_go()
 
-    # -- what orders see and change ------------------------------------------------------------------------------------
+    # -- used by orders ------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> ControllerState:
@@ -167,7 +167,7 @@ class Controller:
 
     @property
     def is_starting(self) -> bool:
-        """Whether the first start is under way, which must reach the sizes that were asked for."""
+        """True during the first start, which must reach the desired sizes."""
         return self._lives.must_start
 
     @property
@@ -175,7 +175,7 @@ class Controller:
         return sorted(self._lives.workers)
 
     def observed(self) -> dict[str, ObservedWorker]:
-        """Every known worker, as of now."""
+        """Return the current observation of every known worker."""
         workers = self._lives.workers.values()
         unique = self._mirror.unique_blocks() if self._is_any_pool_too_large() else {}
         staying = Counter(worker.pod for worker in workers if worker.pod and worker.id not in self.state.retiring)
@@ -188,7 +188,7 @@ class Controller:
         return PoolStatus(self.state.desired[role], num_serving(self.observed().values(), role))
 
     def worker(self, worker_id: str) -> Worker:
-        """The worker as in its lease, with the role and the state that it has by now."""
+        """Return the worker as in its lease, with its current role and state."""
         worker = self._lives.workers[worker_id]
         if (lease := self._watch.lease_of(worker_id)) is None:
             info = WorkerInfo(
@@ -207,16 +207,16 @@ class Controller:
         return Worker(replace(lease.info, role=worker.role), replace(lease.load, state=STATES[worker.phase]))
 
     def trouble(self) -> tuple[PoolTrouble, ...]:
-        """What keeps the pools from their sizes."""
+        """Return what keeps the pools from their sizes."""
         unplaced = Counter(worker.role for worker in self.observed().values() if worker.waits_for_room)
         return tuple(PoolTrouble(role.value, unplaced[role], self._lives.failures[role]) for role in Role)
 
     def announce_scaling(self, decision: ScalingDecision) -> None:
-        """Shows the autoscaler's latest decision to all who look at the cluster."""
+        """Publish the autoscaler's latest decision in the cluster's status."""
         self._watch.me = replace(self._watch.me, scaling=decision.scaling)
 
     async def observe(self) -> ClusterStatus:
-        """The cluster as in the latest leases. Raises StoreUnavailable."""
+        """Return the cluster's status from the latest leases. Raises StoreUnavailable."""
         return ClusterStatus(
             pools={role.value: self.pool(role) for role in Role},
             workers=tuple(await self._leases.list_workers()),
@@ -228,17 +228,17 @@ class Controller:
         )
 
     def record(self, state: ControllerState) -> None:
-        """Writes a decision down; the next round carries it out.
+        """Write a decision to the state file; the next round carries it out.
 
         Raises:
-            ConfigError: the file cannot be written; nothing is changed.
+            ConfigError: the file cannot be written; nothing has changed.
         """
         self._file.write(state)
         self._lives.due.set()
         self._watch.publish_due.set()
 
     def step(self) -> None:
-        """One round of reconciling, now."""
+        """Run one round of reconciliation."""
         workers = self._lives.workers
         if workers.keys() != self.state.roles.keys():  # one has left
             self._record_workers()
@@ -264,36 +264,36 @@ class Controller:
                     self._record_workers()
 
     async def ask_for_role(self, change: RoleChange) -> None:
-        """Has the worker change its role. Raises the worker's own error, or WorkerFailed."""
+        """Request a change of role from the worker. Raises the worker's own error, or WorkerFailed."""
         await self._lives.change_role(self._lives.workers[change.worker_id], change.role)
 
     def set_role(self, worker_id: str, role: Role) -> None:
-        """Records a change of role that the worker has made: one less for one pool's size, one more for the other's."""
+        """Record a worker's completed change of role, which decrements one pool's size and increments the other's."""
         roles = {**self.state.roles, worker_id: role}
         desired = self.sizes_after(RoleChange(worker_id, role))
         self.record(replace(self.state, desired=desired, roles=roles, role_change=None))
         self._lives.workers[worker_id].role = role
 
     def sizes_after(self, change: RoleChange) -> dict[Role, int]:
-        """The desired sizes once that change of role is done."""
+        """Return the desired sizes after a change of role."""
         desired, before = dict(self.state.desired), self._lives.workers[change.worker_id].role
         desired[before] = max(desired[before] - 1, 0)
         desired[change.role] += 1
         return desired
 
     def sizes_problem(self, sizes: Mapping[Role, int]) -> str:
-        """Why the pools must not have those sizes; empty: they may."""
+        """Return the reason why the pools must not have those sizes; empty: they may."""
         return self._specs.problem(sizes, self.state.desired)
 
     # -- Kubernetes ----------------------------------------------------------------------------------------------------
 
     def follow(self, role: Role, spec: PoolSpec) -> None:
-        """Follows the specification of the role's ServingPool from now on."""
+        """Follow this specification of the role's ServingPool from now on."""
         self._specs.put(role, spec)
         self._follow_specs()
 
     def see_pods(self, layout: NodeLayout, pods: Sequence[NodePod]) -> None:
-        """Follows a roll-out of the workers' nodes: the pods as they are now."""
+        """Update the current pods, for a rollout of the workers' nodes."""
         self._layout, self._pods = layout, pods
 
     @property
@@ -301,12 +301,12 @@ class Controller:
         return pod_rollout(self._layout, self._pods, [worker.pod for worker in self.placed_workers() if worker.pod])
 
     def reports(self) -> dict[Role, PoolReport]:
-        """The statuses of the ServingPools."""
+        """Return the statuses of the ServingPools."""
         observed = self.observed()
         return {role: self._specs.report(role, self.state.desired[role], observed) for role in Role}
 
     def placed_workers(self) -> list[PlacedWorker]:
-        """Where the workers are that run, or may run."""
+        """Return the placement of all workers, running or not."""
         return [
             PlacedWorker(
                 worker.pool,
@@ -318,7 +318,7 @@ class Controller:
         ]
 
     def _follow_specs(self) -> None:
-        """Applies the ServingPools' sizes, except during a change of role, which changes both sizes itself."""
+        """Apply the ServingPools' sizes, except during a change of role, which changes both sizes itself."""
         if self.state.role_change is not None:
             return
         desired = self._specs.followed(self.state.desired)
@@ -379,7 +379,7 @@ class Controller:
                 logger.warning("%s waits: no Ray node for %s workers has room for %s", worker, pool, needs)
 
     def _record_workers(self) -> None:
-        """Writes down which workers there are by now."""
+        """Record the current workers in the state file."""
         roles = {worker.id: worker.role for worker in self._lives.workers.values()}
         pools = {worker.id: worker.pool for worker in self._lives.workers.values()}
         self.record(replace(self.state, roles=roles, pools=pools, retiring=self.state.retiring & roles.keys()))

@@ -1,4 +1,4 @@
-"""The controller's side of Kubernetes: sizes come from ServingPools, statuses and worker nodes go back."""
+"""Connection of the controller to Kubernetes: reads sizes from ServingPools, writes statuses and worker nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NODES_TICK_S = 1.0
 
 
 class Kubernetes:
-    """The ServingPools and, where the workers' nodes are plain Deployments, the nodes."""
+    """The ServingPools and, if the workers' nodes are plain Deployments, the nodes."""
 
     def __init__(self, client: AsyncClient, config: KubernetesConfig) -> None:
         self._client = client
@@ -36,16 +36,16 @@ class Kubernetes:
         self._pools = ServingPools(client, config.namespace, names)
 
     async def sizes(self) -> dict[Role, int]:
-        """The sizes that the ServingPools ask for. Raises StoreUnavailable."""
+        """Return the sizes requested by the ServingPools. Raises StoreUnavailable."""
         return {role: spec.size for role, spec in (await self._pools.read()).items()}
 
     async def set_sizes(self, controller: Controller, sizes: Mapping[Role, int]) -> None:
-        """Writes sizes into the ServingPools. Raises StoreUnavailable: Kubernetes has not accepted one of them."""
+        """Write sizes to the ServingPools. Raises StoreUnavailable if Kubernetes does not accept one of them."""
         for role, spec in (await self._pools.set_sizes(sizes)).items():
             controller.follow(role, spec)
 
     async def run(self, controller: Controller) -> None:
-        """Follows and reports until cancelled."""
+        """Follow and report until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow(controller), name="pools")
             tasks.create_task(self._report(controller), name="status")
@@ -70,7 +70,7 @@ class Kubernetes:
 
 
 async def _keep_nodes(nodes: WorkerNodes, controller: Controller) -> None:
-    """Keeps as many nodes as the pools need; while Kubernetes does not answer, they stay as they are."""
+    """Keep the number of nodes that the pools need. While Kubernetes does not answer, the nodes stay as they are."""
     while True:
         try:
             found = await nodes.read()
@@ -83,10 +83,10 @@ async def _keep_nodes(nodes: WorkerNodes, controller: Controller) -> None:
 
 @asynccontextmanager
 async def connected(config: KubernetesConfig) -> AsyncGenerator[Kubernetes]:
-    """Connects with the pod's service account, or as $KUBECONFIG says.
+    """Connect with the pod's service account or $KUBECONFIG.
 
     Raises:
-        ConfigError: there is neither, or only one Deployment is named.
+        ConfigError: neither exists, or only one Deployment is configured.
     """
     if bool(config.prefill_deployment) != bool(config.decode_deployment):
         raise ConfigError("kubernetes.prefill_deployment and kubernetes.decode_deployment go together")

@@ -1,7 +1,7 @@
-"""What the controller exchanges with Redis: it announces itself and the sizes, and reads the workers' leases.
+"""Exchange of the controller with Redis: announces itself and the sizes, and reads the workers' leases.
 
-From the leases it sees which worker hangs (no lease for long, though its process runs) and which one drains without an
-order. While Redis is away everything stays as it was last known.
+The leases show the workers that hang (no lease for a long time, although the process runs) and the workers that drain
+without the controller's command. While Redis is unreachable, the last known state stays in force.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from kvstore.leases import LeaseStore
 logger = logging.getLogger(__name__)
 
 SILENT_LEASES = 2
-"""A ready worker without a lease for this many lease durations counts as hanging: it serves nobody, though it runs. It
-is killed, and started again, unless it answers a health check."""
+"""A ready worker without a lease for this many lease durations counts as hanging: it runs, but serves no requests. It
+is killed and restarted unless it answers a health check."""
 GIVEN_UP_LEASES = 8
-"""Lease durations after which a silent worker is killed though it answers: it may be Redis that it does not reach."""
+"""Lease durations after which a silent worker is killed although it answers: it may be unable to reach Redis."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _LastAnswer:
-    """What Redis answered last."""
+    """Latest data from Redis."""
 
     leases: dict[str, Worker] = field(default_factory=dict)
     boot: str = ""
     at_s: float = 0.0
-    """The time of the answer."""
+    """Time of the data."""
     steady_since_s: float = 0.0
-    """The time since which Redis has answered without a gap and kept its data, so that well workers have leases."""
+    """Time since which Redis has answered without a gap and kept its data, so that healthy workers have leases."""
     published: tuple[str, Mapping[Role, int]] | None = None
-    """The boot token and the sizes that Redis holds from this process."""
+    """Boot token and sizes that this process has written to Redis."""
 
 
 class LeaseWatch:
-    """Follows the leases and flags the workers in `lives` accordingly.
+    """Follower of the leases, which sets the flags of the workers in `lives`.
 
     Attributes:
-        me: the controller as routers find it; announced with every round.
-        publish_due: set when the sizes in `state` have changed and Redis should learn of it at once.
+        me: the controller's address and identity for routers; announced in every round.
+        publish_due: set when the sizes in `state` have changed and must be published immediately.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class LeaseWatch:
         self._last = _LastAnswer()
 
     def lease_of(self, worker_id: str) -> Worker | None:
-        """The worker's lease as last read; None: it had none, or none that can be read."""
+        """Return the worker's latest lease; None: it had none, or an invalid one."""
         return self._last.leases.get(worker_id)
 
     async def run(self) -> None:
-        """Announces and reads until cancelled.
+        """Announce and read until cancelled.
 
-        Redis holds a copy of the sizes. It gets them again where its copy differs, or after it has lost its data (a new
+        Redis holds a copy of the sizes. They are rewritten if the copy differs, or after Redis has lost its data (a new
         boot token).
         """
         while True:
@@ -84,15 +84,15 @@ class LeaseWatch:
                     self._last.published = current
                 self._learn(await self._leases.list_leases(), current[0], time.monotonic())
             except StoreUnavailable as error:
-                logger.debug("Redis is away; going on with what is known: %s", error)
+                logger.debug("Redis is unreachable; continuing with the last known state: %s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.renew_s):
                     await self.publish_due.wait()
 
     def _learn(self, leases: Mapping[str, Worker | None], boot: str, now_s: float) -> None:
-        """Flags workers that are silent, gives up those that stay silent, and flags those that drain by themselves.
+        """Flag silent workers, kill those that stay silent, and flag those that drain on their own.
 
-        A lease that cannot be read (None) still is a lease: a worker that hangs does not renew one.
+        An invalid lease (None) still counts as a lease, because a worker that hangs does not renew it.
         """
         last, lease_s = self._last, self._config.lease_s
         if boot != last.boot or now_s - last.at_s > lease_s:
@@ -114,9 +114,9 @@ class LeaseWatch:
                 self._lives.give_up(worker)
 
     def _note_draining(self, worker: ManagedWorker, lease: Worker | None, now_s: float) -> None:
-        """Flags a worker that drains because of a signal, or of an order that is not the controller's.
+        """Flag a worker that drains because of a signal, or a command from another process.
 
-        Just after a change of role the lease may still hold the state from before: hence the wait of one lease.
+        Just after a change of role the lease may still hold the previous state, hence the wait of one lease.
         """
         drains = lease is not None and lease.info.pid == worker.pid and lease.load.state is WorkerState.DRAINING
         if worker.phase is not WorkerPhase.READY or self._state.current.is_changing_role(worker.id) or not drains:

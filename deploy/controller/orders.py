@@ -1,7 +1,7 @@
-"""Orders to the controller: each is checked, written down, and carried out.
+"""Commands to the controller: each is validated, recorded, and carried out.
 
-Every method raises typed errors with sentences for operators: InvalidRequest for what is impossible, Conflict for what
-is impossible now.
+Every method raises errors with messages for operators: InvalidRequest if a command is impossible, Conflict if it is
+impossible at the moment.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from deploy.controller.state import RoleChange, min_workers
 logger = logging.getLogger(__name__)
 
 AskForRoom = Callable[[Mapping[Role, int], Mapping[Role, int]], Awaitable[str]]
-"""The reason why pools of the first sizes cannot come to have the second ones here; empty: they can."""
+"""Returns the reason why the pools cannot grow from the first sizes to the second ones here; empty: they can."""
 
 
 class Orders:
-    """`resume` comes first. An order outlives its caller: a change of role continues when the caller has left.
+    """Commands to the controller. Call `resume` first. A change of role continues after its caller has left.
 
     Args:
         kubernetes: keeps the sizes in ServingPools; None: the controller's own state has them.
-        room: asks whether pools of these sizes fit; None: nodes may be still to come.
+        room: checks that pools of these sizes fit; None: more nodes may join.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Orders:
         self._changing: asyncio.Task[None] | None = None
 
     def resume(self) -> None:
-        """Continues a change of role that the previous controller began: the worker's answer shows how it ended."""
+        """Continue a change of role that the previous controller started: the worker's answer shows the outcome."""
         controller = self._controller
         if (change := controller.state.role_change) is None:
             return
@@ -53,17 +53,17 @@ class Orders:
             controller.record(replace(controller.state, role_change=None))
 
     async def close(self) -> None:
-        """Stops following a change of role under way; it stays in the state, for the next controller."""
+        """Stop following a change of role in progress, which stays in the state for the next controller."""
         if self._changing:
             await cancel_and_wait([self._changing])
 
     async def scale(self, pool: str, num_workers: int, is_forced: bool = False) -> PoolStatus:
-        """Sets how many workers a pool should have. Returns at once.
+        """Set the desired number of workers of a pool. Returns immediately.
 
         Args:
             pool: prefill or decode.
             num_workers: its new size.
-            is_forced: whether the order is taken even if they do not fit.
+            is_forced: accept the command even if the workers do not fit.
         """
         controller = self._controller
         role = _role(pool, "pool")
@@ -74,16 +74,16 @@ class Orders:
         if self._room and not is_forced:
             before = controller.state.desired
             if reason := await self._room(before, {**before, role: num_workers}):
-                raise Conflict(f"{pool} cannot have {num_workers} workers: {reason}; --force orders them all the same")
+                raise Conflict(f"{pool} cannot have {num_workers} workers: {reason}; use --force to scale anyway")
         if self._kubernetes:
             await self._kubernetes.set_sizes(controller, {role: num_workers})
         controller.record(replace(controller.state, desired={**controller.state.desired, role: num_workers}))
-        logger.info("%s: %d workers are wanted", pool, num_workers)
+        logger.info("%s: %d workers are desired", pool, num_workers)
         controller.step()
         return controller.pool(role)
 
     async def drain(self, worker_id: str) -> Worker:
-        """Has a worker leave and another one take its place. Returns once it has begun, or waits for the other one."""
+        """Replace a worker. Returns when it starts to drain, or waits for its replacement."""
         controller = self._controller
         worker = self._required(worker_id)
         self._refuse_during_the_start()
@@ -96,10 +96,10 @@ class Orders:
         return controller.worker(worker_id) if worker_id in controller.ids else before
 
     async def set_role(self, worker_id: str, role: str) -> Worker:
-        """Moves a worker to the other pool, with its cache. Returns once it is done.
+        """Move a worker with its cache to the other pool. Returns when done.
 
         Raises:
-            BatonError: also the worker's own error when it cannot; it keeps its role.
+            BatonError: including the worker's own error if it cannot change; it keeps its role.
         """
         controller = self._controller
         target = _role(role, "role")
@@ -112,7 +112,7 @@ class Orders:
             state = "hanging" if worker.is_silent else controller.worker(worker_id).load.state.value
             state = "draining" if worker.is_draining else state
             state = "leaving" if worker.is_retiring else state
-            raise Conflict(f"{worker_id} is {state}; only a worker that is ready can change its role")
+            raise Conflict(f"{worker_id} is {state}; only a ready worker can change its role")
         pool = controller.pool(worker.role)
         if min(pool.ready, pool.desired) <= min_workers(worker.role, controller.config):
             raise Conflict(
@@ -128,13 +128,13 @@ class Orders:
         return controller.worker(worker_id)
 
     def _begin_change(self, change: RoleChange) -> asyncio.Task[None]:
-        """The change as a task, which continues when no caller waits for it any more."""
+        """Start the change as a task, which continues if its caller stops waiting."""
         self._changing = asyncio.create_task(self._change_role(change), name="change of role")
         self._changing.add_done_callback(_log_failure)
         return self._changing
 
     async def _change_role(self, change: RoleChange) -> None:
-        """Asks the worker, once more after a restart: one that already has the role answers at once."""
+        """Request the change, again after a restart: a worker that already has the role answers immediately."""
         controller = self._controller
         try:
             await controller.ask_for_role(change)
@@ -147,11 +147,11 @@ class Orders:
         logger.info("%s is a %s worker now", change.worker_id, change.role)
 
     async def _keep_changed_sizes(self, kubernetes: Kubernetes, change: RoleChange) -> None:
-        """If this fails, the sizes stay as before, so that one pool stops a worker and the other starts one."""
+        """Write the changed sizes. If this fails, the sizes stay: one pool stops a worker, and the other starts one."""
         try:
             await kubernetes.set_sizes(self._controller, self._controller.sizes_after(change))
         except BatonError as error:
-            logger.warning("%s is a %s worker, and the sizes stay: %s", change.worker_id, change.role, error)
+            logger.warning("%s is a %s worker, but the sizes are unchanged: %s", change.worker_id, change.role, error)
 
     def _required(self, worker_id: str) -> ObservedWorker:
         observed = self._controller.observed()
@@ -179,4 +179,4 @@ def _role(name: str, param: str) -> Role:
 
 def _log_failure(changing: asyncio.Task[None]) -> None:
     if not changing.cancelled() and (error := changing.exception()):
-        logger.warning("a change of role was given up: %s", error)
+        logger.warning("a change of role failed: %s", error)

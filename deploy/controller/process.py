@@ -1,9 +1,10 @@
-"""The controller's process: `python -m deploy.controller`, a child of `baton up` or `baton run controller` itself,
-configured by BATON_CONFIG_JSON.
+"""The controller's process: `python -m deploy.controller`.
+
+It is a child of `baton up` or `baton run controller` itself, configured by BATON_CONFIG_JSON.
 
 SIGINT     ends all workers, then itself
-SIGTERM    ends itself only; the next controller finds the workers as they are
---end      a controller that finds the workers, ends them, and does nothing else
+SIGTERM    ends only itself; the next controller takes over the workers as they are
+--end      finds the workers, ends them, and does nothing else
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Arguments:
 
 
 class Stop:
-    """The stop that a signal asks for."""
+    """Request to stop, from a signal."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -76,7 +77,7 @@ class Stop:
 
 
 class Ready:
-    """Reports the outcome of the first start to `baton up`, once. Without a descriptor this is not the first start."""
+    """Reporter of the outcome of the first start to `baton up`. Without a descriptor this is not the first start."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -92,11 +93,11 @@ class Ready:
 
 
 async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) -> None:
-    """Runs the controller until a signal.
+    """Run the controller until a signal.
 
     Raises:
-        ConfigError: Ray does not answer, its nodes have no room for the workers, the keys are wrong, or there are none
-            where others than this machine could reach it.
+        ConfigError: Ray does not answer, its nodes have no room for the workers, the keys are invalid, or missing
+            although other machines could reach the controller.
         BatonError: during the first start, a worker cannot start as configured.
     """
     content = content_id(config.kv_identity)
@@ -155,9 +156,9 @@ def _follower(index: RedisIndex, mirror: Mirror, config: IndexConfig) -> MirrorF
 
 
 def _workers_config(config: Config, arguments: Arguments) -> Config:
-    """The configuration of the workers, which names the file with their own keys where that is another one.
+    """Return the workers' configuration, with the absolute path of their key file.
 
-    They run in other folders than this process.
+    Workers run in other folders than this process.
     """
     if not (path := arguments.worker_keys or config.cluster.secret):
         return config
@@ -165,7 +166,7 @@ def _workers_config(config: Config, arguments: Arguments) -> Config:
 
 
 def _room(controller: Controller) -> AskForRoom:
-    """Whether more workers fit on this machine, which has all of them."""
+    """Return the check that more workers fit on this machine, which has all of them."""
     per_worker = bytes_per_worker(controller.config)
 
     async def problem(before: Mapping[Role, int], after: Mapping[Role, int]) -> str:
@@ -219,25 +220,25 @@ async def _tell_when_whole(controller: Controller, ready: Ready) -> None:
 
 
 async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | None, wait_s: float) -> ControllerState:
-    """The state that the previous controller left, or that of a new cluster.
+    """Return the previous controller's state, or that of a new cluster.
 
-    Workers of an earlier cluster may still run in a Ray cluster that was joined; they are ended first.
+    Workers of an earlier cluster may still run in a joined Ray cluster; they are ended first.
 
     Args:
-        wait_s: longest wait for nodes with room for the workers to join Ray.
+        wait_s: timeout for nodes with room for the workers to join Ray.
     """
     found = load(arguments.state_file)
     if found is not None and found.cluster == arguments.cluster:
         ranks = config.engine.tensor_parallel
-        if found.gpus_per_worker and ranks > 1:  # perhaps it was another number then
+        if found.gpus_per_worker and ranks > 1:  # tensor_parallel may have changed
             return dataclasses.replace(found, gpus_per_worker=float(ranks))
         return found
     if found is not None and found.cluster and (ended := await ray_actors.end_all(found.cluster)):
-        logger.warning("ended %s, which a cluster before this one had left in Ray", ", ".join(ended))
-    if kubernetes:  # whose nodes may be still to come
+        logger.warning("ended %s, left in Ray by a previous cluster", ", ".join(ended))
+    if kubernetes:  # its nodes may still join
         sizes = await kubernetes.sizes()
         if reason := sizes_problem(sizes, config):
-            raise ConfigError(f"the ServingPools ask for sizes that are not possible: {reason}")
+            raise ConfigError(f"the sizes of the ServingPools are not possible: {reason}")
         return ControllerState(desired=sizes, cluster=arguments.cluster, gpus_per_worker=config.cluster.gpus_per_worker)
     desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}  # as `up` found them
     share = await _gpus_per_worker(config, desired, wait_s)
@@ -245,7 +246,7 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
 
 
 async def _gpus_per_worker(config: Config, desired: Mapping[Role, int], wait_s: float) -> float:
-    """The GPUs of each worker, once the nodes that have joined Ray have room for all that is desired."""
+    """Return the GPUs per worker, once the nodes in Ray have room for all desired workers."""
     deadline_s = time.monotonic() + wait_s
     while True:
         nodes = await ray_actors.nodes()
@@ -263,7 +264,7 @@ async def _gpus_per_worker(config: Config, desired: Mapping[Role, int], wait_s: 
 
 
 async def _until_stopped(config: Config, arguments: Arguments, ready: Ready) -> None:
-    """Runs, and ends the process at once on failure: threads may wait for a Ray that no longer answers."""
+    """Run, and exit immediately on failure, because threads may wait for a Ray that no longer answers."""
     stop = Stop()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.ask, True)
@@ -286,7 +287,7 @@ def _first(errors: BaseExceptionGroup[BatonError]) -> BatonError:
 
 
 def _with_address(config: Config) -> Config:
-    """The configuration with the address of a Ray that was still starting when this process was."""
+    """Return the configuration with the address of Ray, which was still starting when this process started."""
     if not (address := sys.stdin.readline().strip()):
         sys.exit(UNJOINED)  # there is no Ray, and `baton up` ends
     return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, ray_address=address))
@@ -296,7 +297,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.controller", description=__doc__.split("\n")[0])
     parser.add_argument("--cluster", required=True, help="Ray namespace of this cluster's workers")
     parser.add_argument("--state-file", type=Path, required=True)
-    parser.add_argument("--worker-host", default="", help="where workers listen; empty: at their node's address")
+    parser.add_argument("--worker-host", default="", help="host at which workers listen; empty: their node's address")
     parser.add_argument("--worker-keys", default="", help="file of the workers' keys; empty: cluster.secret names it")
     parser.add_argument(
         "--ready-fd", type=int, help="inherited descriptor to which the controller writes when the pools are complete"
@@ -322,5 +323,5 @@ def main() -> None:
         ready.fail(error)
         logger.error("%s", error)
         sys.exit(UNJOINED)
-    except KeyboardInterrupt:  # before there was a loop that could have ended the workers
+    except KeyboardInterrupt:  # before the event loop, which would end the workers, has started
         sys.exit(1)

@@ -1,16 +1,16 @@
-"""Compares the pools as they should be with the workers as they are, and returns what to do. Pure.
+"""Reconciliation: compares the desired pools with the observed workers, and returns actions. Pure.
 
     DOWN ── Start ──> STARTING ──> READY ── Leave ──> LEAVING ──> gone
       └───── Forget ─────> gone
 
-A worker that dies is DOWN, and is started again under its id. One that must leave is marked as retiring: it no longer
-counts for its pool, and leaves once another worker is ready to serve in its place. When many workers must leave, they
-do so gradually: at most one of the desired number is missing at any time. A worker that drains without an order from
-the controller must leave, too; since it serves nobody, it leaves at once.
+A worker that dies is DOWN, and is restarted under the same id. A worker that must leave is marked as retiring: it no
+longer counts for its pool, and leaves once its replacement is ready. If many workers must leave, they do so gradually:
+at most one of the desired number is missing at any time. A worker that drains without the controller's command must
+leave too; it leaves immediately, because it serves no requests.
 
-While a newer version is rolled out (`GivingWay.room`), its pod has room for one worker more: one is started there, and
-when it serves, one on an older pod leaves. A version in which no worker starts takes nobody's place. Where there is no
-room for both (`GivingWay.in_place`), a worker leaves to those that stay, in either pool.
+During a rollout (`GivingWay.room`), the new version's pod has room for one additional worker: one starts there, and
+once it serves, one on an older pod leaves. If no worker of the new version starts, no old one leaves. If there is no
+room for both (`GivingWay.in_place`), a worker leaves first, and the remaining workers of either pool take over.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from itertools import count
 from baton.cluster import Role
 
 MAX_STARTING = 4
-"""Workers that may start at a time: after the death of many, loading all models at once would exhaust the machines."""
+"""Maximum number of concurrent starts: after many deaths, loading all models at once would exhaust the machines."""
 
 
 class WorkerPhase(StrEnum):
@@ -44,23 +44,23 @@ class ObservedWorker:
     phase: WorkerPhase
     is_retiring: bool = False
     is_held: bool = False
-    """Whether the worker's role is being changed: it serves nobody now, and no action may touch it."""
+    """The worker's role is being changed: it serves no requests, and no action may touch it."""
     is_silent: bool = False
-    """READY, but without a lease for long: it hangs, or is cut off, and serves nobody."""
+    """READY, but without a lease for a long time: it hangs or is cut off, and serves no requests."""
     is_draining: bool = False
-    """READY, but it drains without an order from the controller. Never while `is_held`."""
+    """READY, but it drains without the controller's command. Never while `is_held`."""
     is_outdated: bool = False
     """READY, in a pod of an older version."""
     waits_for_room: bool = False
-    """STARTING, but no node has had the resources for it for a while, so that it uses none."""
+    """STARTING, but no node has had the resources for it for a while, so it uses none."""
     start_at_s: float = 0.0
     """DOWN: the earliest time of its next start."""
     num_neighbours: int = 0
-    """Workers beside it in its pod that do not have to leave."""
+    """Other workers in its pod that are not retiring."""
     num_requests: int = 0
     """Sequences that run or wait on it."""
     num_unique_blocks: int = 0
-    """Blocks that it caches and no other worker does."""
+    """Blocks that only this worker caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True)
 class RetireWorker:
-    """Mark the worker as one that must leave: its pool is too large, or it drains without an order."""
+    """Mark the worker as retiring: its pool is too large, or it drains without a command."""
 
     worker_id: str
 
@@ -94,12 +94,12 @@ class ForgetWorker:
 
 @dataclass(frozen=True, slots=True)
 class GivingWay:
-    """How workers give way to others."""
+    """Rules by which old workers are replaced."""
 
     in_place: bool = False
-    """Whether the room of one that leaves is needed for the one in its place."""
+    """A replacement needs the room of the worker that leaves."""
     room: Collection[Role] = ()
-    """Pools of which a pod of a newer version has room for a worker that begins in them."""
+    """Pools for whose new workers a pod of a newer version has room."""
 
 
 Action = StartWorker | RetireWorker | EndWorker | ForgetWorker
@@ -108,10 +108,10 @@ Action = StartWorker | RetireWorker | EndWorker | ForgetWorker
 def reconcile(
     desired: Mapping[Role, int], workers: Sequence[ObservedWorker], now_s: float, giving_way: GivingWay = GivingWay()
 ) -> list[Action]:
-    """The actions to take now. Repeated with the workers that result, it returns no action twice.
+    """Return the actions to take now. A repeated call with the resulting workers returns no action twice.
 
     Args:
-        workers: all known workers, whatever their phase.
+        workers: all known workers, in any phase.
         now_s: the time, on the clock of `ObservedWorker.start_at_s`.
     """
     surge = {role: _surge(desired[role], workers, role, giving_way) for role in Role}
@@ -124,7 +124,7 @@ def reconcile(
     starting = [w for w in workers if w.phase is WorkerPhase.STARTING and not w.waits_for_room and w.id not in retiring]
     wanted = {role: desired[role] + surge[role] for role in Role}
     starts = _starts(wanted, [w for w in workers if w.id not in retiring], {w.id for w in workers}, now_s)
-    starts.sort(key=lambda start: bool(ready[start.role]))  # first where nobody serves
+    starts.sort(key=lambda start: bool(ready[start.role]))  # pools without a ready worker first
     coming = {worker.role for worker in starting} | {start.role for start in starts}
     may_leave = {role: _num_to_spare(desired[role], workers, role, role in coming) for role in Role}
     for worker in workers:
@@ -146,7 +146,7 @@ def reconcile(
 
 
 def is_serving(worker: ObservedWorker) -> bool:
-    """Whether the worker takes requests of its role, and is meant to continue."""
+    """Return whether the worker accepts requests of its role and is not retiring."""
     return _takes_requests(worker) and not worker.is_retiring
 
 
@@ -155,15 +155,15 @@ def num_serving(workers: Iterable[ObservedWorker], role: Role) -> int:
 
 
 def _takes_requests(worker: ObservedWorker) -> bool:
-    """Retiring workers take requests until they leave."""
+    """Return whether the worker accepts requests; retiring workers do until they leave."""
     return worker.phase is WorkerPhase.READY and not (worker.is_held or worker.is_silent or worker.is_draining)
 
 
 def _num_to_spare(desired: int, workers: Sequence[ObservedWorker], role: Role, is_any_coming: bool) -> int:
-    """How many workers that take requests may leave now: at most one of the `desired` may be missing.
+    """Return how many workers that accept requests may leave now: at most one of the `desired` may be missing.
 
-    Where more are missing anyway, and none is about to be ready, they leave one at a time: they may occupy the room
-    that the new ones wait for.
+    If more are missing anyway, and none is starting, they leave one at a time: they may occupy the room that new
+    workers wait for.
     """
     pool = [worker for worker in workers if worker.role is role]
     num_serving = sum(map(_takes_requests, pool))
@@ -172,13 +172,13 @@ def _num_to_spare(desired: int, workers: Sequence[ObservedWorker], role: Role, i
 
 
 def _victims(desired: int, workers: Sequence[ObservedWorker], role: Role, surge: int) -> list[ObservedWorker]:
-    """The workers by which the pool is too large: those with the fewest requests and the fewest blocks of their own.
+    """Return the surplus workers of a pool: those with the fewest requests and the fewest unique blocks.
 
-    Workers that do not serve yet go first, so that the last ready one stays while the pool should have any; then those
-    of an older version, then those in the emptiest pods, so that pods come free.
+    Workers that do not serve yet go first, so that the last ready one stays while the pool should have any. Then come
+    workers of an older version, then those in the emptiest pods, so that pods become free.
 
     Args:
-        surge: how many more there may be while they do not serve yet.
+        surge: number of additional workers allowed while they do not serve yet.
     """
     members = [worker for worker in workers if worker.role is role and _is_member(worker)]
     num_coming = sum(not _takes_requests(worker) for worker in members)
@@ -193,16 +193,16 @@ def _victims(desired: int, workers: Sequence[ObservedWorker], role: Role, surge:
 
 
 def _surge(desired: int, workers: Sequence[ObservedWorker], role: Role, giving_way: GivingWay) -> int:
-    """The number of workers that the pool may have more, as a newer version's pod has room: only while it is whole."""
+    """Return the number of additional workers for a newer version's pod: only while the pool is complete."""
     serving = [worker for worker in workers if worker.role is role and is_serving(worker)]
     is_rolling = any(worker.is_outdated and worker.pool is role for worker in serving)
     return int(is_rolling and not giving_way.in_place and role in giving_way.room and len(serving) >= desired)
 
 
 def _strays(workers: Sequence[ObservedWorker], giving_way: GivingWay) -> set[str]:
-    """Workers on older pods of the pool from which they changed their role: none that begins there replaces them.
+    """Return workers on older pods that have changed their role, so that no new worker of that pool replaces them.
 
-    They are drained, one at a time, when all others on older pods have given way.
+    They are drained one at a time, after all other workers on older pods have left.
     """
     found = set()
     for pool in () if giving_way.in_place else giving_way.room:
@@ -218,8 +218,10 @@ def _others_stay(
     workers: Sequence[ObservedWorker],
     ready: Mapping[Role, Sequence[ObservedWorker]],
 ) -> bool:
-    """Whether the last worker of a pool leaves to the other pool: decode workers also compute prompts, and the last of
-    them waits until prompts are computed elsewhere, so that never both pools are empty.
+    """Return whether the last worker of a pool may leave because the other pool takes over.
+
+    Decode workers also compute prompts. The last decode worker waits until prefill workers are ready, so that both
+    pools are never empty at the same time.
     """
     if role is Role.PREFILL:
         return any(worker.role is Role.DECODE and _takes_requests(worker) for worker in workers)
@@ -233,7 +235,7 @@ def _is_member(worker: ObservedWorker) -> bool:
 def _starts(
     desired: Mapping[Role, int], staying: Sequence[ObservedWorker], known: set[str], now_s: float
 ) -> list[StartWorker]:
-    """Starts of workers that died, then of new ones."""
+    """Return the starts of dead workers, then of new ones."""
     starts = [StartWorker(w.id, w.role) for w in staying if w.phase is WorkerPhase.DOWN and w.start_at_s <= now_s]
     ids = _free_ids(known)
     for role in Role:
@@ -243,7 +245,7 @@ def _starts(
 
 
 def _free_ids(known: set[str]) -> Iterator[str]:
-    """Unused ids, the smallest number first. They name no role, since a worker keeps its id when its role changes."""
+    """Yield unused ids, smallest number first. They contain no role: a worker keeps its id when its role changes."""
     return (worker_id for number in count() if (worker_id := f"worker-{number}") not in known)
 
 

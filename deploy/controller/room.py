@@ -1,4 +1,4 @@
-"""Whether more workers fit on the one machine that has all of them (`baton up`). Elsewhere nodes may be yet to come."""
+"""Checks that more workers fit on the machine of `baton up`. In other clusters more nodes may join."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from deploy.ray_pools.gpus import NodeGpus, num_placed
 
 
 def bytes_per_worker(config: Config) -> int:
-    """Returns the memory that a worker takes where CPUs compute: its weights, processes and KV pools.
+    """Return the memory of a worker on CPUs: its weights, processes and KV pools.
 
-    It is 0 where it is unknown, or is a GPU's, whose parts Ray assigns.
+    It is 0 if it is unknown, or on a GPU, whose shares Ray assigns.
     """
     engine, model = config.engine, config.model
     if engine.runner == "arithmetic" or engine.kv_cache_gib == "auto":
@@ -24,12 +24,12 @@ def bytes_per_worker(config: Config) -> int:
 
 
 def memory_problem(per_worker: int, num_more: int, free: int | None = None) -> str:
-    """The reason why so many more workers do not fit into the memory of this machine; empty: they do.
+    """Return the reason why the additional workers do not fit into this machine's memory; empty: they do.
 
     Args:
-        per_worker: bytes that each takes.
-        num_more: workers that are to be started.
-        free: bytes that are free; None: as the system reports them.
+        per_worker: bytes per worker.
+        num_more: number of workers to start.
+        free: free bytes; None: as the system reports them.
     """
     if per_worker <= 0 or num_more <= 0:
         return ""
@@ -37,20 +37,20 @@ def memory_problem(per_worker: int, num_more: int, free: int | None = None) -> s
     if num_more * per_worker <= free:
         return ""
     return (
-        f"{num_more} more want {num_more * per_worker / GIB:,.1f} GiB, and {free / GIB:.1f} GiB are free, enough for "
-        f"{free // per_worker}"
+        f"{num_more} more need {num_more * per_worker / GIB:,.1f} GiB, but only {free / GIB:.1f} GiB are free, enough "
+        f"for {free // per_worker}"
     )
 
 
 def gpu_problem(nodes: Sequence[NodeGpus], desired: Mapping[Role, int], share: float) -> str:
-    """The reason why so many workers do not fit on the GPUs; empty: they do, or there are none.
+    """Return the reason why the workers do not fit on the GPUs; empty: they do, or there are no GPUs.
 
     Args:
         nodes: the machine, as Ray describes it.
-        desired: the workers of each pool.
-        share: the GPUs of each worker; 0: none.
+        desired: number of workers of each pool.
+        share: GPUs per worker; 0: none.
     """
     num_workers = sum(desired.values())
     if not share or (num_fitting := num_placed(nodes, desired, share)) >= num_workers:
         return ""
-    return f"the GPUs here suffice for {num_fitting} of {num_workers} workers, each of which has {share:g}"
+    return f"the GPUs here suffice for {num_fitting} of {num_workers} workers with {share:g} GPUs each"

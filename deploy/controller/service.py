@@ -1,4 +1,4 @@
-"""The part of `baton.v1.Admin` that the controller serves: orders. Routers serve the status."""
+"""The controller's part of `baton.v1.Admin`: commands. Routers serve the status."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deploy.controller.orders import Orders
 
 
 def add_orders(server: grpc.aio.Server, orders: Orders) -> None:
-    """Adds the orders to a gRPC server. The other methods of the service stay unimplemented."""
+    """Add the commands to a gRPC server. The other methods of the service stay unimplemented."""
 
     async def scale(request: admin_pb2.ScalePoolRequest, context: CallContext) -> admin_pb2.ScalePoolResponse:
         return wire.scale_response(await orders.scale(request.pool, request.desired, request.force))

@@ -1,4 +1,4 @@
-"""The sizes that ServingPools ask for, and what is reported back to them. Pure."""
+"""Sizes requested by ServingPools, and the statuses reported to them. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from deploy.kubernetes.serving_pool import PoolReport, PoolSpec
 
 
 class PoolSpecs:
-    """The specifications of the ServingPools as last read; none outside Kubernetes.
+    """Latest specifications of the ServingPools; none outside Kubernetes.
 
     Attributes:
-        refusal: the reason why the sizes that they ask for are not the desired ones; empty: they are.
+        refusal: the reason why the requested sizes are not followed; empty: they are.
     """
 
     def __init__(self, config: Config) -> None:
@@ -27,26 +27,26 @@ class PoolSpecs:
         self._specs[role] = spec
 
     def followed(self, desired: Mapping[Role, int]) -> Mapping[Role, int]:
-        """The desired sizes after the ServingPools that are not paused; unchanged where they ask for the impossible."""
+        """Return the sizes requested by ServingPools that are not paused; `desired` if they are impossible."""
         asked = {role: spec.size for role, spec in self._specs.items() if not spec.is_paused}
         wanted = {**desired, **asked}
         self.refusal = sizes_problem(wanted, self._config)
         return desired if self.refusal else wanted
 
     def problem(self, sizes: Mapping[Role, int], desired: Mapping[Role, int]) -> str:
-        """Why the pools must not get those sizes in place of the desired ones; empty: they may."""
+        """Return the reason why the pools must not change to those sizes; empty: they may."""
         for role, size in sizes.items():
             if (spec := self._specs.get(role)) and (reason := spec.size_problem(size)):
                 return reason
         return sizes_problem({**desired, **sizes}, self._config)
 
     def drain_timeout_s(self, role: Role) -> float | None:
-        """The pool's own limit; None: it has none."""
+        """Return the pool's own drain timeout; None: it has none."""
         spec = self._specs.get(role)
         return spec.drain_timeout_s if spec else None
 
     def report(self, role: Role, desired: int, workers: Mapping[str, ObservedWorker]) -> PoolReport:
-        """The status of the role's ServingPool."""
+        """Return the status of the role's ServingPool."""
         phases = [worker.phase for worker in workers.values() if worker.role is role]
         return PoolReport(
             desired=desired,

@@ -1,4 +1,4 @@
-"""What the controller must know when it comes back: a JSON file, always replaced as a whole."""
+"""Persistent state of the controller: a JSON file, always replaced as a whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RoleChange:
-    """A change of role that has begun. It changes neither pool's size until it is done."""
+    """Change of role in progress. It changes neither pool's size until it is done."""
 
     worker_id: str
     role: Role
@@ -26,44 +26,44 @@ class RoleChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerState:
-    """Everything that outlives the controller's process."""
+    """Everything that survives the controller's process."""
 
     desired: Mapping[Role, int]
     cluster: str = ""
-    """The Ray namespace of the workers below. The sizes hold for any cluster."""
+    """Ray namespace of the workers below. The sizes hold for any cluster."""
     roles: Mapping[str, Role] = field(default_factory=dict)
-    """The role of every worker that was started and has not left."""
+    """Role of every worker that was started and has not left."""
     pools: Mapping[str, Role] = field(default_factory=dict)
-    """The pool in which each of them was started. It runs on a node for that pool, whatever its role is now."""
+    """Pool in which each worker was started. It runs on a node for that pool, independent of its current role."""
     retiring: frozenset[str] = frozenset()
     """Workers that must leave."""
     role_change: RoleChange | None = None
     gpus_per_worker: float = 0.0
-    """GPUs per worker, constant for the life of a cluster: a new worker needs what the one it replaces has freed."""
+    """GPUs per worker, constant for the life of a cluster: a replacement gets the GPUs of the worker that left."""
 
     def is_changing_role(self, worker_id: str) -> bool:
         return self.role_change is not None and self.role_change.worker_id == worker_id
 
 
 class StateFile:
-    """The state in force, and the file that holds it."""
+    """Current state, and the file that holds it."""
 
     def __init__(self, path: Path, current: ControllerState) -> None:
         self.current = current
         self._path = path
 
     def write(self, state: ControllerState) -> None:
-        """Raises ConfigError: the file cannot be written; `current` is unchanged."""
+        """Write and adopt the state. Raises ConfigError if the file cannot be written; `current` is then unchanged."""
         save(self._path, state)
         self.current = state
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Generator[None]:
-    """Keeps other controllers from this state file while the block is entered.
+    """Context manager: locks the state file against other controllers.
 
     Raises:
-        ConfigError: another controller has it.
+        ConfigError: another controller has the lock.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -72,8 +72,8 @@ def locked(path: Path) -> Generator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"cluster.state_file: {path} is in use by another cluster, which runs or is about to end; give every "
-                "cluster a file of its own"
+                f"cluster.state_file: {path} is in use by another cluster, which runs or is shutting down; use a "
+                "separate file for every cluster"
             ) from None
         except OSError as error:
             raise ConfigError(f"cluster.state_file: cannot lock {path}: {error}") from error
@@ -81,10 +81,10 @@ def locked(path: Path) -> Generator[None]:
 
 
 def load(path: Path) -> ControllerState | None:
-    """The state in the file; None: there is no such file yet.
+    """Return the state in the file; None: the file does not exist yet.
 
     Raises:
-        ConfigError: the file cannot be read, or is not a controller's.
+        ConfigError: the file cannot be read, or is no state file.
     """
     try:
         values = json.loads(path.read_text())
@@ -109,10 +109,10 @@ def _by_worker(values: Mapping[str, str]) -> dict[str, Role]:
 
 
 def save(path: Path, state: ControllerState) -> None:
-    """Replaces the file: a reader sees the old state or the new one, never a mixture.
+    """Replace the file atomically: a reader sees either the old state or the new one.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     values = {
         "desired": {role.value: size for role, size in state.desired.items()},
@@ -135,7 +135,7 @@ def save(path: Path, state: ControllerState) -> None:
 
 
 def starting_sizes(config: Config) -> tuple[Mapping[Role, int], bool]:
-    """Returns the pool sizes to begin with, and whether they are those that `cluster.state_file` remembers.
+    """Return the initial pool sizes, and whether they come from `cluster.state_file`.
 
     Raises:
         ConfigError: pools of these sizes cannot serve, or the file cannot be read.
@@ -150,7 +150,7 @@ def starting_sizes(config: Config) -> tuple[Mapping[Role, int], bool]:
 
 
 def sizes_problem(desired: Mapping[Role, int], config: Config) -> str:
-    """The reason why pools of these sizes cannot serve; empty when they can."""
+    """Return the reason why pools of these sizes cannot serve; empty: they can."""
     prefill, decode = desired[Role.PREFILL], desired[Role.DECODE]
     if decode < 1 or prefill < 0 or prefill + decode > MAX_WORKERS:
         return f"there must be at least 1 decode worker, and at most {MAX_WORKERS} workers in all"
@@ -160,5 +160,5 @@ def sizes_problem(desired: Mapping[Role, int], config: Config) -> str:
 
 
 def min_workers(role: Role, config: Config) -> int:
-    """Workers that a pool needs for requests to be served."""
+    """Return the minimum number of workers with which a pool can serve."""
     return int(role is Role.DECODE or config.router.mode == "disaggregated")

@@ -1,11 +1,11 @@
-"""The life of each worker, from its actor's creation to its end: start, follow, drain, end.
+"""Lifecycle of each worker, from the creation of its actor to its end: start, follow, drain, end.
 
     DOWN ── start ──> STARTING ── ready ──> READY ── leave ──> LEAVING ──> removed
       ^── failed ────────┘                    │
       └── gone ───────────────────────────────┘
 
-One task per worker follows its process. This room does what it is ordered to and remembers what it saw; which worker
-starts or leaves is decided by `reconcile` and ordered by the controller.
+One task per worker follows its process. This module carries out actions and records what happens to workers;
+`reconcile` decides which worker starts or leaves.
 """
 
 from __future__ import annotations
@@ -40,51 +40,51 @@ logger = logging.getLogger(__name__)
 RESTART_BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 """Waits before the restarts of a worker that repeatedly fails to start, or dies soon after its start."""
 ADOPTION_S = 10.0
-"""Longest wait for adopted workers to report themselves ready; those whose node lives do so sooner."""
+"""Timeout for adopted workers to report themselves ready; workers on a live node do so sooner."""
 HEALTH_S = 5.0
-"""Longest wait for a worker's answer to a health check."""
+"""Timeout of a health check."""
 RPC_SLACK_S = 10.0
-"""Time for a worker's answer beyond the time that the order gave it."""
+"""Time for a worker's answer in addition to the command's own timeout."""
 GONE_S = 5.0
-"""Longest wait, at the end, for Ray to remove the actors, which it does asynchronously."""
+"""Timeout for Ray to remove the actors, which it does asynchronously."""
 GONE_POLL_S = 0.1
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ManagedWorker:
-    """A worker that the controller looks after. `task` follows its process from start to end."""
+    """Worker that the controller manages. `task` follows its process from start to end."""
 
     id: str
     pool: Role
-    """The pool in which it was started: it runs on a node for that pool, whatever its role is now."""
+    """Pool in which it was started: it runs on a node for that pool, independent of its current role."""
     role: Role
     phase: WorkerPhase = WorkerPhase.DOWN
     is_placed: bool = False
-    """STARTING or later: a node has it."""
+    """STARTING or later: a node runs it."""
     since_s: float = 0.0
-    """STARTING, READY: the time at which the phase began."""
+    """STARTING, READY: start time of the phase."""
     is_wait_logged: bool = False
-    """STARTING: it was logged that the worker waits for room on a node."""
+    """STARTING: the wait for room on a node has been logged."""
     leased_s: float = 0.0
-    """READY: the time at which its lease was last seen."""
+    """READY: time at which its lease was last seen."""
     is_silent: bool = False
-    """READY: it has had no lease for so long that it counts as hanging."""
+    """READY: it has had no lease for `SILENT_LEASES` and counts as hanging."""
     is_given_up: bool = False
-    """READY: it has been silent for so long that it is being killed."""
+    """READY: it is being killed because it was silent."""
     draining_since_s: float | None = None
-    """READY: the time since which its lease reports a drain that the controller has not ordered."""
+    """READY: time since which its lease reports a drain that the controller has not requested."""
     is_draining: bool = False
     """READY: its lease has reported such a drain for the duration of a lease."""
     start_at_s: float = 0.0
-    """DOWN: the earliest time of its next start."""
+    """DOWN: earliest time of its next start."""
     num_failures: int = 0
     """Consecutive failures to start."""
     pid: int = 0
     address: str = ""
     incarnation: str = ""
-    """The identity of its process, to which the proofs of orders are bound."""
+    """Identity of its process, to which the proofs of commands are bound."""
     pod: str = ""
-    """The Kubernetes pod in which it was placed last."""
+    """Kubernetes pod in which it was last placed."""
     actor: asyncio.Future[Any] | None = None
     task: asyncio.Task[None] | None = None
 
@@ -93,23 +93,23 @@ class ManagedWorker:
 
     @property
     def is_serving(self) -> bool:
-        """Whether its process can answer, as far as is known."""
+        """True if its process can answer, as far as is known."""
         return self.phase is WorkerPhase.READY and not self.is_silent
 
 
 class WorkerLives:
-    """All managed workers, and what happens to them.
+    """All managed workers and their lifecycles.
 
     Attributes:
         workers: the workers by id. A worker that has left is removed; `due` is set then, too.
-        failures: how often a worker died or could not start, by its role.
-        due: set whenever something has happened that may call for another round of reconciling.
+        failures: number of deaths and failed starts, by role.
+        due: set whenever an event may require another round of reconciliation.
         changed: notified with `due`, for tasks that wait for a worker.
-        failed: gets the error that must end the controller.
+        failed: receives the error that must end the controller.
         must_start: while true, a worker that cannot start as configured ends the controller.
 
     Args:
-        link: how the controller calls workers.
+        link: credentials for calls to workers.
     """
 
     def __init__(
@@ -130,15 +130,15 @@ class WorkerLives:
     # -- orders --------------------------------------------------------------------------------------------------------
 
     def start(self, worker: ManagedWorker) -> None:
-        """Starts the worker in a new actor."""
+        """Start the worker in a new actor."""
         self._begin(worker, self._actors.create(worker.id, worker.role, worker.pool))
 
     def adopt(self, worker: ManagedWorker) -> None:
-        """Takes over the worker in the actor that runs under its id."""
+        """Take over the worker in the running actor with its id."""
         self._begin(worker, self._actors.get(worker.id))
 
     def leave(self, worker: ManagedWorker) -> None:
-        """Drains the worker if it can answer, ends it and removes it, in a task of its own."""
+        """Drain the worker if it can answer, then end and remove it, in a separate task."""
 
         async def leave(can_answer: bool) -> None:
             if can_answer:
@@ -149,19 +149,19 @@ class WorkerLives:
 
         can_answer = worker.is_serving
         if worker.task and not can_answer:
-            worker.task.cancel()  # before it finds that the worker is ready
+            worker.task.cancel()  # before it sees that the worker is ready
         worker.phase = WorkerPhase.LEAVING
         logger.info("%s leaves", worker)
         self._send_off(leave(can_answer), f"{worker.id} leaves")
 
     def give_up(self, worker: ManagedWorker) -> None:
-        """Kills a worker that hangs; it is started again like one that died."""
+        """Kill a worker that hangs; it is restarted like one that died."""
         assert worker.actor is not None
         worker.is_given_up = True
         self._send_off(self._kill(worker.actor), f"{worker.id} is killed")
 
     def give_up_unless_well(self, worker: ManagedWorker) -> None:
-        """Kills a worker that does not even answer a health check, in a task of its own."""
+        """Kill a worker that does not even answer a health check, in a separate task."""
 
         async def give_up() -> None:
             actor = worker.actor
@@ -174,7 +174,7 @@ class WorkerLives:
         self._send_off(give_up(), f"{worker.id} is asked how it is")
 
     async def change_role(self, worker: ManagedWorker, role: Role) -> None:
-        """Has the worker change its role. Raises the worker's own error, or WorkerFailed."""
+        """Request a change of role from the worker. Raises the worker's own error, or WorkerFailed."""
         timeout_s = self._drain_timeout_s(worker.role)
         async with channel(worker.address, self._link.tls) as link:
             request = worker_pb2.SetRoleRequest(role=role, timeout_s=timeout_s)
@@ -186,7 +186,7 @@ class WorkerLives:
                 raise from_rpc_error(error, worker.id) from error
 
     async def end_all(self) -> None:
-        """Has every worker leave the cluster, then ends its process. No other order may be under way."""
+        """Let every worker leave the cluster, and end its process. No other command may be in progress."""
         await cancel_and_wait(self._leaving)
         phases = (WorkerPhase.READY, WorkerPhase.LEAVING)
         await asyncio.gather(
@@ -200,12 +200,12 @@ class WorkerLives:
                     await asyncio.sleep(GONE_POLL_S)
 
     async def let_go(self) -> None:
-        """Stops following the workers and leaves them as they are."""
+        """Stop following the workers, which keep running."""
         await cancel_and_wait(self._leaving)
         await cancel_and_wait({worker.task for worker in self.workers.values() if worker.task})
 
     async def settled(self, workers: Sequence[ManagedWorker]) -> None:
-        """Waits until none of the workers is starting, for `ADOPTION_S` at most."""
+        """Wait until none of the workers is starting, for at most `ADOPTION_S`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ADOPTION_S), self.changed:
                 await self.changed.wait_for(lambda: all(w.phase is not WorkerPhase.STARTING for w in workers))
@@ -220,7 +220,7 @@ class WorkerLives:
         worker.task = self._spawn(self._tend(worker, worker.actor), worker.id)
 
     async def _tend(self, worker: ManagedWorker, coming: asyncio.Future[Any]) -> None:
-        """Follows the worker from its start until its process has ended, for whatever reason."""
+        """Follow the worker from its start until its process has ended, for any reason."""
         try:
             actor = await asyncio.shield(coming)
             await self._actors.placed(actor)
@@ -259,7 +259,7 @@ class WorkerLives:
             raise WorkerFailed(f"{worker} was not ready within {timeout_s:g} s (cluster.start_timeout_s)") from None
 
     async def _drain(self, worker: ManagedWorker) -> None:
-        """Drains the worker as far as possible; what is left is computed again elsewhere."""
+        """Drain the worker as far as possible; remaining requests are recomputed elsewhere."""
         timeout_s = self._drain_timeout_s(worker.role)
         async with channel(worker.address, self._link.tls) as link:
             request = worker_pb2.DrainRequest(timeout_s=timeout_s)
@@ -281,7 +281,7 @@ class WorkerLives:
         return self._config.drain_timeout_s if own_s is None else own_s
 
     async def _end(self, worker: ManagedWorker, can_answer: bool) -> None:
-        """Ends the process and its actor. A worker that cannot answer has nothing to transfer."""
+        """End the process and its actor. A worker that cannot answer has nothing to transfer."""
         await cancel_and_wait([worker.task] if worker.task else [])
         if worker.actor:
             if can_answer:
@@ -302,7 +302,7 @@ class WorkerLives:
         task.add_done_callback(self._leaving.discard)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task whose unexpected errors end the controller."""
+        """Start a task whose unexpected errors end the controller."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()):
@@ -323,7 +323,7 @@ class WorkerLives:
 
 
 async def _is_well(address: str, tls: Tls | None) -> bool:
-    """Whether the worker at that address answers."""
+    """Return whether the worker at that address answers."""
     async with channel(address, tls) as link:
         stub: Any = health_pb2_grpc.HealthStub(link)
         try:

@@ -1,12 +1,12 @@
-"""`baton doctor`: checks a laptop, a container or a whole cluster for what must agree, and says how to fix it.
+"""`baton doctor`: checks a laptop, a container or a whole cluster, and says how to fix each fault.
 
-It changes nothing, and no access to a network takes longer than a few seconds.
+It changes nothing, and no network access takes longer than a few seconds.
 
     laptop                          the installation, this machine, and the cluster if one runs
-    cluster                         the cluster alone, through a router; most can be checked from inside the cluster
-    router | controller | worker    what that container needs before it starts; only Redis must be running
+    cluster                         only the cluster, through a router; most checks are possible inside the cluster
+    router | controller | worker    the requirements of that container before it starts; only Redis must be running
 
-`model_checks` looks at a model alone.
+`model_checks` checks only a model.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def diagnose(
     access: Access = OPEN,
     environ: Mapping[str, str] = os.environ,
 ) -> list[Check]:
-    """Every check of the part, in order.
+    """Run every check of the part, in order.
 
     Args:
-        access: how routers let this client in.
-        address: of a router; of no use to a part that does not run yet.
+        access: this client's credentials for the routers.
+        address: of a router; ignored for a container that does not run yet.
     """
     if part is DoctorPart.LAPTOP:
         return _laptop(config, address, access, environ)
     if part is DoctorPart.CLUSTER:
-        missing = Check("router", "fail", f"none answers at {address}", "name another one with --address")
+        missing = Check("router", "fail", f"none answers at {address}", "give another address with --address")
         return cluster.diagnose(config, address, access, environ) or [missing]
     checks = [Check("configuration", "ok", "valid")]
     checks += certificates.files(config)
@@ -86,7 +86,7 @@ def diagnose(
 
 
 def not_configured(error: ConfigError) -> list[Check]:
-    """The configuration cannot be read, so nothing else can be checked."""
+    """Return the failure of a configuration that cannot be read; nothing else can be checked then."""
     return [
         Check(
             "configuration",
@@ -127,7 +127,10 @@ def _configured_redis(config: Config) -> Iterator[Check]:
     shown, seen = without_password(url), _seen(config)
     if isinstance(seen, BatonError):
         yield Check(
-            "redis", "fail", f"{shown}: {seen}", "does it run, and may this container reach it (NetworkPolicy)?"
+            "redis",
+            "fail",
+            f"{shown}: {seen}",
+            "check that it runs and that this container may reach it (NetworkPolicy)",
         )
         return
     yield Check("redis", "ok", shown)
@@ -143,21 +146,21 @@ def _seen(config: Config) -> redis.Look | BatonError:
 
 def _named(config: Config) -> Iterator[Check]:
     name = config.cluster.name
-    yield judged("cluster name", bool(name), name or "cluster.name is empty", "set it: the same at every start")
+    yield judged("cluster name", bool(name), name or "cluster.name is empty", "set it to the same name at every start")
 
 
 def _state(config: Config) -> Iterator[Check]:
     path = config.cluster.state_file
     if not path:
-        yield Check("state file", "fail", "cluster.state_file is empty", "set it: a file that outlives the controller")
+        yield Check("state file", "fail", "cluster.state_file is empty", "set it to a file on a persistent volume")
         return
     yield machine.writable("state folder", Path(path).parent, "cluster.state_file")
     state = load_state(Path(path))
-    yield Check("state file", "ok", f"{path} remembers {dict(state.desired)}" if state else f"{path} is not there yet")
+    yield Check("state file", "ok", f"{path} has {dict(state.desired)}" if state else f"{path} does not exist yet")
 
 
 def _api_server(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
-    """Whether the Kubernetes API answers, where the pools' sizes are kept in it."""
+    """Check that the Kubernetes API answers, if it holds the pools' sizes."""
     if config.kubernetes.namespace and (host := environ.get("KUBERNETES_SERVICE_HOST")):
         address = f"{host}:{environ.get('KUBERNETES_SERVICE_PORT', '443')}"
         yield from reachability([Target("Kubernetes API", address)], is_inside=True)

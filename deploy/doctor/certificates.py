@@ -1,4 +1,4 @@
-"""Checks of the certificates that the settings name: whether they can be used, and for how long."""
+"""Checks of the configured certificates: validity, names and expiry."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from baton.tls import Tls, endpoint_tls, member_tls
 from deploy.doctor.checks import Check, judged
 
 SOON_DAYS = 3.0
-"""Fewer, and what renews certificates has probably stopped."""
+"""Remaining days below which the renewal of certificates has probably stopped."""
 
 
 def files(config: Config, now: datetime.datetime | None = None) -> Iterator[Check]:
-    """What the settings name, if they name something.
+    """Check the configured certificates, if any.
 
     Args:
-        now: the time, with its zone; None: of this machine's clock.
+        now: the time, with its zone; None: this machine's clock.
     """
     now = now or datetime.datetime.now(datetime.UTC)
     for name, read in (
@@ -34,7 +34,7 @@ def _pair(name: str, read: Callable[[], Tls | None], now: datetime.datetime) -> 
     try:
         tls = read()
     except ConfigError as error:
-        yield Check(name, "fail", str(error), "cluster.tls_... and router.tls_... name PEM files that belong together")
+        yield Check(name, "fail", str(error), "cluster.tls_... and router.tls_... must name matching PEM files")
         return
     if tls is None:
         return
@@ -44,15 +44,15 @@ def _pair(name: str, read: Callable[[], Tls | None], now: datetime.datetime) -> 
         yield Check(
             name,
             "fail",
-            f"it does not bear the name {tls.name!r}, for which members look",
-            "issue one with that DNS name, or set cluster.tls_name to one that all members' certificates have",
+            f"it does not contain the name {tls.name!r}, which members require",
+            "issue one with that DNS name, or set cluster.tls_name to a name in all members' certificates",
         )
         return
     yield judged(
         name,
         days > SOON_DAYS,
-        f"valid for {days:.0f} days more" if days > 0 else "expired",
-        "issue a new one; the files are read again when they change",
+        f"valid for {days:.0f} more days" if days > 0 else "expired",
+        "issue a new one; processes reread the files when they change",
         "warn" if days > 0 else "fail",
     )
 

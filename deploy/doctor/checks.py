@@ -1,4 +1,4 @@
-"""The result of a check, and how it is shown."""
+"""Result of a check, and its output."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from baton.errors import BatonError, ConfigError
 from deploy.extras import ALL_IN_USE, advice, pip_command
 
 State = Literal["ok", "warn", "fail"]
-REINSTALL = f"install it again: {pip_command(ALL_IN_USE)} --force-reinstall"
+REINSTALL = f"reinstall it: {pip_command(ALL_IN_USE)} --force-reinstall"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. `fix` is what to do; empty when all is well."""
+    """Result of one check. `fix` says what to do; empty if nothing is wrong."""
 
     name: str
     state: State
@@ -26,17 +26,17 @@ class Check:
 
 
 def judged(name: str, is_good: bool, found: str, fix: str, otherwise: State = "fail") -> Check:
-    """Well, or `otherwise` with the remedy."""
+    """Return an ok check, or one with state `otherwise` and the fix."""
     return Check(name, "ok", found) if is_good else Check(name, otherwise, found, fix)
 
 
 def guarded(name: str, look: Callable[[], Iterable[Check]], fix: str = REINSTALL) -> list[Check]:
-    """The results of a group of checks, or one failure in their place: a broken part does not hide the others."""
+    """Return the results of a group of checks, followed by a failure if it raises, so that other groups still run."""
     checks = []
     try:
         for check in look():
-            checks.append(check)  # noqa: PERF402 - those before an error count
-    except ConfigError as error:  # its sentence names what was found, then what to do
+            checks.append(check)  # noqa: PERF402 - checks before an error count
+    except ConfigError as error:  # its message has the fault, then the fix
         checks.append(Check(name, "fail", *str(error).split("; ", 1)))
     except (BatonError, ImportError, OSError, RuntimeError) as error:
         if isinstance(error, ImportError) and (missing := advice(error)):
@@ -56,7 +56,7 @@ def show(checks: list[Check], console: Console) -> None:
 
 
 def names(items: Iterable[str], most: int = 5) -> str:
-    """A list for people: the first few, and how many more there are."""
+    """Return a readable list: the first few items, and the number of the rest."""
     listed = sorted(items)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more

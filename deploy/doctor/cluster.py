@@ -1,4 +1,4 @@
-"""Checks of a running cluster, through its router, its routers' metrics and its Redis."""
+"""Checks of a running cluster, through a router, the routers' metrics and Redis."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from deploy.operator.scrape import Samples, Scraper, http_connection, seen_from
 from deploy.operator.tables import computes_of
 
 LAG_S = 2.0
-"""More, and a router places by what has long changed."""
+"""Mirror lag above which a router places requests by outdated data."""
 DRAIN_LOOK_S = 2.0
-"""Time between two looks at a worker that drains."""
+"""Time between two observations of a draining worker."""
 HTTP_TIMEOUT_S = 2.0
 NO_KEY = "none is needed"
 
 
 def diagnose(config: Config, address: str, access: Access, environ: Mapping[str, str]) -> list[Check]:
-    """Empty when no router answers."""
+    """Run the checks of a cluster. Return an empty list if no router answers."""
     client = Client(address, access.api_key, access.tls)
     try:
         status = client.status()
@@ -40,12 +40,12 @@ def diagnose(config: Config, address: str, access: Access, environ: Mapping[str,
         return []
     except (Unauthenticated, Forbidden) as error:
         answers = Check("router", "ok", f"answers at {address}")
-        fix = "give an operator's key (--api-key or BATON_API_KEY), and the rest is checked"
-        # An unknown key is a mistake; a tenant's, or none, shows as much as it should.
+        fix = "give an operator's key (--api-key or BATON_API_KEY) to run the remaining checks"
+        # An unknown key is a mistake. A tenant's key, or none, shows as much as it should.
         is_unknown = bool(access.api_key) and isinstance(error, Unauthenticated)
         return [answers, Check("api key", "fail" if is_unknown else "warn", str(error), fix)]
     except BatonError as error:
-        return [Check("router", "fail", str(error), f"is {address} the gRPC port of a Baton router?")]
+        return [Check("router", "fail", str(error), f"check that {address} is the gRPC port of a Baton router")]
     finally:
         client.close()
     scraped = {router["id"]: _scraped(router["http"], address, access) for router in status["routers"]}
@@ -60,12 +60,12 @@ def diagnose(config: Config, address: str, access: Access, environ: Mapping[str,
     targets = _targets(status)
     nodes = {worker["node"] for worker in status["workers"]}
     checks += wrongly_announced(targets, is_one_machine=nodes <= {hostname()})
-    # In a pod every other one should be reached.
+    # From a pod every other address should be reachable.
     reached = [each for each in targets if not _is_nowhere(each)]
     checks += reachability(reached, "KUBERNETES_SERVICE_HOST" in environ)
     key = guarded("api key", lambda: _key(status, address, access), "")
     checks += key
-    # With a key it cannot be seen whether one is needed.
+    # A request with a key does not show whether one is required.
     asks_key = None if access.api_key or not key else key[0].found != NO_KEY
     is_open = takes_anybody(config.index.redis_url or status["redis"]["address"])
     checks += endpoints.checks(endpoints.announced(endpoints.configured(config, environ, is_open), status, asks_key))
@@ -78,7 +78,7 @@ def metrics_seen(scraped: Mapping[str, Samples | None]) -> Iterator[Check]:
         "metrics",
         not lost,
         f"of {len(scraped)} routers" if not lost else f"cannot be read from {names(lost)}",
-        "is the HTTP port open to this machine?",
+        "check that this machine can reach the HTTP port",
         "warn",
     )
 
@@ -94,14 +94,14 @@ def versions(found: Mapping[str, str], ours: str) -> Iterator[Check]:
             "versions",
             "warn",
             redis.listed(several),
-            "expected during an upgrade; otherwise upgrade those that are behind",
+            "expected during an upgrade; otherwise upgrade the older ones",
         )
     elif several and ours not in several:
         yield Check(
             "versions",
             "warn",
             f"the cluster is {next(iter(several))}, this command {ours}",
-            "use a command of the cluster's version: orders and fields may differ",
+            "use the command of the cluster's version: commands and fields may differ",
         )
     elif several:
         yield Check("versions", "ok", f"{ours}: this command, {names(found)}")
@@ -110,7 +110,7 @@ def versions(found: Mapping[str, str], ours: str) -> Iterator[Check]:
             "versions",
             "warn",
             f"this command is {ours}; the cluster does not report its version",
-            "the router's HTTP port must be reachable, and the cluster recent enough to report its version",
+            "make the router's HTTP port reachable, or upgrade the cluster to a release that reports its version",
         )
 
 
@@ -120,7 +120,7 @@ def pools(status: StatusJson) -> Iterator[Check]:
             f"pool {name}",
             pool["ready"] >= pool["desired"],
             f"{pool['ready']} of {pool['desired']} ready",
-            "is there room (GPUs, memory, Pending pods) on its nodes? The controller's log names who does not start",
+            "check that its nodes have room (GPUs, memory, Pending pods); the controller's log names failed starts",
             "warn",
         )
     controller = status.get("controller")
@@ -128,7 +128,7 @@ def pools(status: StatusJson) -> Iterator[Check]:
         "controller",
         bool(controller),
         controller["address"] if controller else "none is known",
-        "nothing replaces workers that die, and pools cannot be changed, until it runs again: see its log",
+        "until it runs again, dead workers are not replaced, and pools cannot be changed: see its log",
         "warn",
     )
 
@@ -139,12 +139,12 @@ def workers(status: StatusJson) -> Iterator[Check]:
             with_role(worker["id"], worker["role"]),
             worker["self_check"] == "ok",
             worker["self_check"],
-            "a leak: please report it with the worker's log",
+            "blocks are leaked: please report it with the worker's log",
         )
 
 
 def computing(status: StatusJson) -> Iterator[Check]:
-    """What workers compute with, and what of it is slower than it could be."""
+    """Check the workers' compute configuration for implementations that are slower than their devices allow."""
     slower = redis.by_value(
         (with_role(w["id"], w["role"]), reason) for w in status["workers"] for reason in computes_of(w).fallbacks
     )
@@ -153,8 +153,8 @@ def computing(status: StatusJson) -> Iterator[Check]:
             "computing",
             "warn",
             f"{reason} ({names(who)})",
-            "it may be several times slower than such a device can: docs/gpu.md says what each way of computing needs, "
-            "and the worker's log has the whole reason",
+            "it may be several times slower than the device allows: docs/gpu.md lists what each implementation needs, "
+            "and the worker's log has the full reason",
         )
     if not slower and status["workers"]:
         found = redis.by_value((with_role(w["id"], w["role"]), computes_of(w).in_words()) for w in status["workers"])
@@ -171,13 +171,13 @@ def mirrors(status: StatusJson) -> Iterator[Check]:
         "prefix index",
         not slow,
         f"behind: {names(slow)}" if slow else "the routers' copies are current",
-        "the router, or its way to Redis, is held up: look at its CPU; more routers share the work",
+        "the router or its connection to Redis is overloaded: check its CPU, or add routers",
         "warn",
     )
 
 
 def drains(status: StatusJson, again: Callable[[], StatusJson], wait_s: float = DRAIN_LOOK_S) -> Iterator[Check]:
-    """Workers that leave and do not get anywhere between two looks."""
+    """Check for draining workers that make no progress between two observations."""
 
     def draining(status: StatusJson) -> dict[tuple[str, int], tuple[int, int, int]]:
         return {
@@ -197,11 +197,11 @@ def drains(status: StatusJson, again: Callable[[], StatusJson], wait_s: float = 
         is_stuck = before[key] == progress
         left = f"{running} running, {waiting} waiting"
         fix = (
-            "it takes no more than cluster.drain_timeout_s: if it stays, see the worker's log, then `baton status`"
+            "a drain takes at most cluster.drain_timeout_s; if it takes longer, see the worker's log and `baton status`"
             if running or waiting
-            else "it has nothing left to do: is its replacement on its way, and does the controller run?"
+            else "it has no requests left: check that its replacement is starting, and that the controller runs"
         )
-        yield judged(f"drain of {key[0]}", not is_stuck, f"{left}{', nothing moves' if is_stuck else ''}", fix, "warn")
+        yield judged(f"drain of {key[0]}", not is_stuck, f"{left}{', no progress' if is_stuck else ''}", fix, "warn")
 
 
 def _versions(status: StatusJson, scraped: Mapping[str, Samples | None]) -> dict[str, str]:
@@ -228,8 +228,8 @@ def _scraped(announced: str, asked: str, access: Access) -> Samples | None:
 
 def _redis(config: Config, status: StatusJson, metrics: Samples | None) -> Iterator[Check]:
     address, is_ok = status["redis"]["address"], status["redis"]["ok"]
-    yield judged("redis", is_ok, without_password(address), "the router serves from memory; start Redis again", "warn")
-    # The status may leave a password out that our own configuration has.
+    yield judged("redis", is_ok, without_password(address), "the router serves from memory; restart Redis", "warn")
+    # The status may omit a password that the local configuration has.
     url = config.index.redis_url or address
     seen: redis.Look | BatonError
     try:
@@ -241,7 +241,7 @@ def _redis(config: Config, status: StatusJson, metrics: Samples | None) -> Itera
     if not isinstance(seen, BatonError):
         yield from redis.leases(seen, config.index.lease_s)
         return
-    # The routers' metrics say a part of it.
+    # The routers' metrics contain a part of this.
     kinds = (
         [(s.labels["worker"], s.labels["wire_compat"][:8]) for s in metrics.of("baton_worker_info")] if metrics else []
     )
@@ -279,7 +279,7 @@ def _key(status: StatusJson, asked: str, access: Access) -> Iterator[Check]:
 
 
 def key_check(http_status: int, body: bytes, has_key: bool) -> Check:
-    """The check of the API key, from a router's answer to the question for its models."""
+    """Return the check of the API key, from a router's response to /v1/models."""
     if http_status == 200:
         return Check("api key", "ok", "yours is accepted" if has_key else NO_KEY)
     try:
@@ -287,7 +287,7 @@ def key_check(http_status: int, body: bytes, has_key: bool) -> Check:
     except (ValueError, KeyError, TypeError):
         message = f"HTTP status {http_status}"
     if http_status == InvalidRequest.http:
-        return Check("api key", "fail", message, "the router's log says more")
+        return Check("api key", "fail", message, "see the router's log")
     return Check(
         "api key",
         "warn" if not has_key else "fail",

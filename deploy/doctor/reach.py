@@ -1,4 +1,4 @@
-"""Whether addresses can be reached from here, and what stands between when not."""
+"""Checks that addresses can be reached from here, with the likely cause if not."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvstore.index import RedisConnection
 TIMEOUT_S = 2.0
 AT_ONCE = 64
 MOST = 500
-"""Addresses that are tried; of a bigger cluster the first."""
+"""Maximum number of addresses to try."""
 
 
-WILDCARD = "it advertises a wildcard address, which cannot be connected to: set cluster.advertise_host to the pod's own"
+WILDCARD = "no client can connect to a wildcard address: set cluster.advertise_host to the pod's own"
 
 
 class Target(NamedTuple):
@@ -32,18 +32,18 @@ class Target(NamedTuple):
     """host:port."""
 
 
-MENDS = {
-    "timed out": "packets are dropped: a NetworkPolicy or a firewall may drop this; it has to let this pod reach that "
-    "port",
-    "refused": "the machine answers but nothing listens on this port: the process is gone or listens on another "
-    "address (a loopback only?); a policy that rejects looks the same",
-    "no route": "no network leads there: look at the CNI, or run this inside of the cluster",
-    "unknown name": "DNS does not know it: does the Service exist, and may this pod ask DNS (egress to port 53)?",
+FIXES = {
+    "timed out": "packets are dropped, probably by a NetworkPolicy or a firewall: allow this pod to reach that port",
+    "refused": "the machine answers, but nothing listens on this port: the process is gone or listens on another "
+    "address (only on loopback?); a policy that rejects connections looks the same",
+    "no route": "no network leads there: check the CNI, or run this inside the cluster",
+    "unknown name": "DNS does not know it: check that the Service exists, and that this pod may reach DNS (egress to "
+    "port 53)",
 }
 
 
 def knock(address: str, timeout_s: float = TIMEOUT_S) -> str:
-    """Opens a TCP connection and closes it; empty when that works, else one of `MENDS`, or the system's words."""
+    """Open and close a TCP connection. Return "" on success, else a key of `FIXES` or the system's error message."""
     try:
         with socket.create_connection(split(address), timeout_s):
             return ""
@@ -61,10 +61,10 @@ def knock(address: str, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def reachability(targets: Sequence[Target], is_inside: bool, knock: Callable[[str], str] = knock) -> Iterator[Check]:
-    """All at once, so it takes as long as one.
+    """Check all targets concurrently.
 
     Args:
-        is_inside: this is where they have to be reachable; elsewhere it is only of interest.
+        is_inside: this process runs inside the cluster, where all targets must be reachable; elsewhere only warn.
     """
     seen = list(dict.fromkeys(targets))[:MOST]
     if not seen:
@@ -77,17 +77,17 @@ def reachability(targets: Sequence[Target], is_inside: bool, knock: Callable[[st
             failures[answer].append(f"{target.name} ({target.address})")
     num_good = sum(not answer for answer in answers.values())
     if num_good:
-        yield Check("reachable", "ok", f"{num_good} of {len(seen)} addresses of the cluster, from here")
+        yield Check("reachable", "ok", f"{num_good} of {len(seen)} addresses of the cluster can be reached from here")
     state: State = "fail" if is_inside else "warn"
     for answer, which in sorted(failures.items()):
-        fix = MENDS.get(answer, "look at the network between here and there")
+        fix = FIXES.get(answer, "check the network between here and there")
         if not is_inside:
-            fix = f"as it should be where this runs outside of the cluster's network; else {fix}"
+            fix = f"expected if this runs outside the cluster's network; otherwise: {fix}"
         yield Check("unreachable", state, f"{answer}: {names(which)}", fix)
 
 
 def wrongly_announced(targets: Sequence[Target], is_one_machine: bool) -> Iterator[Check]:
-    """Addresses that mean another machine to each who reads them."""
+    """Check for addresses that stand for a different machine on each node."""
     for target in targets:
         host = target.address.rpartition(":")[0]
         if host in NOWHERE:
@@ -96,8 +96,8 @@ def wrongly_announced(targets: Sequence[Target], is_one_machine: bool) -> Iterat
             yield Check(
                 f"address of {target.name}",
                 "fail",
-                f"{target.address} means another machine on each node",
-                "workers on several nodes need addresses between them: `ray start --node-ip-address`",
+                f"{target.address} stands for a different machine on each node",
+                "workers on several nodes need addresses that other nodes can reach: `ray start --node-ip-address`",
             )
 
 
@@ -109,12 +109,12 @@ def is_loopback(host: str) -> bool:
 
 
 def takes_anybody(url: str) -> bool:
-    """Whether the Redis at a URL answers without a password, too; False where that cannot be tried."""
+    """Return whether the Redis at a URL also answers without a password; False if that cannot be tried."""
     try:
         parts = urlsplit(url)
         bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
         return bool(parts.hostname) and asyncio.run(_answers(bare))
-    except ValueError:  # it is no URL
+    except ValueError:  # not a URL
         return False
 
 

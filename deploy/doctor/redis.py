@@ -1,4 +1,4 @@
-"""Checks of the Redis that keeps leases and owners, and of the leases in it. Nothing is written there."""
+"""Checks of the Redis with leases and owners, and of the leases in it. They write nothing."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ SLOW_RTT_S = 0.01
 CLOCK_SKEW_S = 2.0
 FULL = 0.9
 TIMEOUT_S = 3.0
-"""Longest wait for one answer of a Redis, in seconds."""
+"""Timeout of one reply of Redis, in seconds."""
 SCANS, SCAN_KEYS = 50, 1000
-"""Limits of the search for clusters: the number of steps, and of keys per step."""
+"""Limits of the search for clusters: number of steps, and keys per step."""
 WORKER_SETS = Keys("?" * 2 * KEY_BYTES).workers
-"""What the keys of their sets of workers look like; none of another length is sent."""
+"""Pattern of the keys of worker sets; keys of another length do not match."""
 MAX_SETS, MAX_NAMES, MAX_LEASES = 64, 20_000, 512
-"""Most clusters, names in the set of one, and leases of one that are looked at."""
+"""Limits: number of clusters, names in one cluster's set, and leases of one cluster."""
 LEASE_FIELDS = {"info": MAX_BYTES, "load": MAX_BYTES}
 NO_KEY = -2
-"""What PTTL says of a key that is not there."""
+"""PTTL of a key that does not exist."""
 NEVER_EVICT = "noeviction"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The properties that a Redis reports."""
+    """Properties that a Redis reports."""
 
     product: str
     version: str
@@ -53,11 +53,11 @@ class Facts:
     evicted: int
     used_bytes: int
     limit_bytes: int
-    """0: none."""
+    """0: no limit."""
     appends: bool
-    """Whether it appends every change to a file."""
+    """Redis appends every change to a file."""
     saves: str
-    """When it saves its data to disk, as in `CONFIG GET save`; empty: never, or unknown."""
+    """Snapshot rules, as in `CONFIG GET save`; empty: none, or unknown."""
     round_trip_s: float
     ahead_s: float
     """Seconds by which Redis' clock is ahead of ours."""
@@ -65,26 +65,28 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class FoundLease:
-    """A worker in Redis."""
+    """Worker that has a lease in Redis."""
 
     worker: Worker
     left_s: float
     """Time until the lease expires, in seconds."""
     version: str
-    """Baton's version in the worker; empty: unknown."""
+    """Baton's version of the worker; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
+    """Snapshot of a Redis."""
+
     facts: Facts
     leases: tuple[FoundLease, ...]
-    """Leases of every cluster that this Redis serves."""
+    """Leases of every cluster in this Redis."""
     garbage: tuple[StoreGarbage, ...] = ()
-    """Leases that cannot be read."""
+    """Leases that cannot be parsed."""
 
 
 def look(url: str, tls: Tls | None = None) -> Look:
-    """Reads it all. Raises StoreUnavailable or ConfigError."""
+    """Read the facts and leases of a Redis. Raises StoreUnavailable or ConfigError."""
     return asyncio.run(_look(url, tls))
 
 
@@ -140,7 +142,7 @@ def _text(value: object) -> str:
 
 
 async def _worker_sets(connection: RedisConnection) -> list[str]:
-    """Keys of the sets of worker ids, of every namespace; none for a user of Redis who may not look for them."""
+    """Return the keys of all namespaces' worker sets; none if the Redis user may not scan keys."""
     found, cursor = set(), 0
     for _ in range(SCANS):
         try:
@@ -157,7 +159,7 @@ async def _worker_sets(connection: RedisConnection) -> list[str]:
 
 
 async def _leases(connection: RedisConnection) -> list[FoundLease]:
-    """Leases of every namespace: a router sees only those of its own model."""
+    """Return the leases of every namespace; a router sees only those of its own model."""
     leases = []
     for key in await _worker_sets(connection):
         keys_of = Keys(key[key.index("{") + 1 : key.rindex("}")])
@@ -181,14 +183,14 @@ async def _leases(connection: RedisConnection) -> list[FoundLease]:
 
 
 async def _lives(connection: RedisConnection, key: str, keys_of: Keys) -> dict[str, int]:
-    """Returns for how many ms the leases live whose ids are in a set."""
+    """Return the remaining lifetime in ms of the leases whose ids are in a set."""
     found: dict[str, int] = {}
     num_seen = 0
     async for members in reads.members(connection, key, MAX_NAME_BYTES):
         if isinstance(members, BadValue):
             connection.note(key, members.reason)
             continue
-        ids = [each.decode(errors="replace") for each in members]  # of a name that is none there is no lease
+        ids = [each.decode(errors="replace") for each in members]  # an invalid name has no lease
         lives = await connection.pipeline([("PTTL", keys_of.lease(each)) for each in ids])
         found |= {each: max(0, life) for each, life in zip(ids, lives, strict=True) if life != NO_KEY}
         num_seen += len(members)
@@ -199,9 +201,9 @@ async def _lives(connection: RedisConnection, key: str, keys_of: Keys) -> dict[s
 
 def server(url: str, seen: Look | BatonError) -> Iterator[Check]:
     if isinstance(seen, BatonError):
-        # It stands for every other finding about the server.
-        fix = f"start Redis, or look from where {without_password(url)} answers; a NetworkPolicy may drop it"
-        yield Check("redis eviction", "warn", f"cannot look: {seen}", fix)
+        # This check stands for all others of the server.
+        fix = f"start Redis, or run this where {without_password(url)} can be reached; a NetworkPolicy may block it"
+        yield Check("redis eviction", "warn", f"not checked: {seen}", fix)
         return
     facts = seen.facts
     version = (
@@ -209,7 +211,7 @@ def server(url: str, seen: Look | BatonError) -> Iterator[Check]:
     )
     numbers = tuple(int(part) for part in facts.version.split(".")[:2])
     yield judged("redis version", numbers >= OLDEST, version, "Baton needs Redis 6.2 or newer, or Valkey")
-    # Under any other policy it drops leases and owners when memory is short, and reports it to no process.
+    # Under any other policy Redis silently drops leases and owners when memory is short.
     yield judged(
         "redis eviction",
         facts.policy == NEVER_EVICT,
@@ -221,7 +223,7 @@ def server(url: str, seen: Look | BatonError) -> Iterator[Check]:
             "redis evicted keys",
             "warn",
             f"{facts.evicted} since it started",
-            f"maxmemory-policy {NEVER_EVICT} from the start, and a Redis of Baton's own",
+            f"set maxmemory-policy {NEVER_EVICT} from the start, and use a separate Redis for Baton",
         )
     if facts.limit_bytes:
         share = facts.used_bytes / facts.limit_bytes
@@ -229,7 +231,7 @@ def server(url: str, seen: Look | BatonError) -> Iterator[Check]:
             "redis memory",
             share < FULL,
             f"{share:.0%} of {facts.limit_bytes / 2**20:,.0f} MiB",
-            "raise maxmemory: when it is full, workers cannot publish which prefixes they hold",
+            "raise maxmemory: when Redis is full, workers cannot publish their cached prefixes",
             "warn",
         )
     kept = [what for what, is_so in (("appendonly", facts.appends), (f'save "{facts.saves}"', facts.saves)) if is_so]
@@ -237,21 +239,21 @@ def server(url: str, seen: Look | BatonError) -> Iterator[Check]:
         "redis persistence",
         not kept,
         " and ".join(kept) or "off",
-        'CONFIG SET save "" and appendonly no: old state is of no use after a restart, and writing it costs',
+        'CONFIG SET save "" and appendonly no: old state is useless after a restart, and writing it costs time',
         "warn",
     )
     yield judged(
         "redis round trip",
         facts.round_trip_s < SLOW_RTT_S,
         f"{facts.round_trip_s * 1e3:.1f} ms",
-        "place Redis near the workers and routers, and give it a CPU of its own",
+        "place Redis close to the workers and routers, on a dedicated CPU",
         "warn",
     )
     yield clock(facts)
 
 
 def clock(facts: Facts) -> Check:
-    """The check of Redis' clock, as exactly as the round trip allows."""
+    """Return the check of Redis' clock, within the accuracy of the round trip."""
     unsure_s = facts.round_trip_s / 2
     is_good = abs(facts.ahead_s) - unsure_s < CLOCK_SKEW_S
     relation = "ahead of" if facts.ahead_s > 0 else "behind"
@@ -259,7 +261,7 @@ def clock(facts: Facts) -> Check:
         "clock",
         is_good,
         f"Redis' is {abs(facts.ahead_s):.3f} s {relation} this machine's (+-{unsure_s:.3f})",
-        "let NTP set the clocks of both (`timedatectl`, chrony); epochs of workers and traces rest on them",
+        "set both clocks by NTP (`timedatectl`, chrony); workers' epochs and traces depend on them",
         "warn",
     )
 
@@ -276,7 +278,7 @@ def leases(seen: Look, lease_s: float, now_s: Callable[[], float] = time.time) -
             "redis values",
             "warn",
             f"{each.what} cannot be read: {each.latest}",
-            "its worker writes it again within seconds; if it stays, something else writes to this Redis: DEL it",
+            "its worker rewrites it within seconds; if it stays, another program writes to this Redis: DEL it",
         )
     if not seen.leases:
         return
@@ -287,7 +289,7 @@ def leases(seen: Look, lease_s: float, now_s: Callable[[], float] = time.time) -
         "leases",
         not late,
         f"{len(seen.leases)}, all renewed in time" if not late else f"renewed late: {names(late)} of {lease_s:g}",
-        "these workers, or their way to Redis, are held up: look at their nodes' CPU and network",
+        "these workers or their connections to Redis are overloaded: check their nodes' CPU and network",
         "warn",
     )
     # A worker's epoch is its own clock's milliseconds when it joined.
@@ -301,15 +303,15 @@ def leases(seen: Look, lease_s: float, now_s: Callable[[], float] = time.time) -
     yield judged(
         "clocks of the nodes",
         not fast,
-        f"ahead: {names(fast)}" if fast else "none is seen to be ahead",
-        "let NTP set the clocks of these nodes",
+        f"ahead: {names(fast)}" if fast else "none is ahead",
+        "set the clocks of these nodes by NTP",
         "warn",
     )
     yield from kv_compatibility([lease.worker for lease in seen.leases])
 
 
 def kv_compatibility(workers: Sequence[Worker]) -> Iterator[Check]:
-    """Whether the workers can hand KV to each other, and share what they have cached."""
+    """Check that the workers can exchange KV and share cached prefixes."""
     by_content: dict[str, list[Worker]] = defaultdict(list)
     for worker in workers:
         by_content[worker.info.content_id].append(worker)
@@ -320,8 +322,8 @@ def kv_compatibility(workers: Sequence[Worker]) -> Iterator[Check]:
         yield Check(
             "model of the workers",
             "warn",
-            f"{len(by_content)} of them in one Redis ({groups})",
-            "an upgrade to another model ends with one; two clusters should have a Redis (or DB) each",
+            f"{len(by_content)} models in one Redis ({groups})",
+            "expected during an upgrade to another model; otherwise give each cluster a separate Redis (or DB)",
         )
     for group in by_content.values():
         kinds = by_value((w.info.label, w.info.wire_compat[:8]) for w in group)
@@ -333,8 +335,8 @@ def kv_compatibility(workers: Sequence[Worker]) -> Iterator[Check]:
                 "context of the workers",
                 "warn",
                 listed(lengths),
-                "the shortest limits the cluster: give all workers the same engine.max_model_len and "
-                "engine.kv_cache_gib",
+                "the smallest value limits the cluster: set the same engine.max_model_len and engine.kv_cache_gib for "
+                "all workers",
             )
 
 
@@ -347,9 +349,8 @@ def kv_kinds(kinds: dict[str, list[str]]) -> Check:
             "kv compatibility",
             "fail",
             f"{len(kinds)} kinds of KV: {listed(kinds)}",
-            "workers of different kinds refuse each other's KV, and such requests are computed again: bring "
-            "all to one release, one model revision and one engine.kv_dtype (helm upgrade, or `baton drain` one after "
-            "the other)",
+            "workers of different kinds refuse each other's KV, and such requests are recomputed: use the same "
+            "release, model revision and engine.kv_dtype for all (helm upgrade, or `baton drain` one after the other)",
         )
     return Check("kv compatibility", "ok", "all workers can transfer KV to each other")
 
@@ -366,12 +367,12 @@ def shapes(workers: Sequence[tuple[str, str, int, int]]) -> Iterator[Check]:
                     f"{name} in pool {role}",
                     "warn",
                     listed(found),
-                    "they work together, but not at the same pace: give a pool one configuration",
+                    "they work together, but not at the same speed: use one configuration per pool",
                 )
 
 
 def by_value(pairs: Iterator[tuple[str, str]]) -> dict[str, list[str]]:
-    """Value -> who has it."""
+    """Group names by value: value -> names."""
     found: dict[str, list[str]] = defaultdict(list)
     for who, value in pairs:
         found[value].append(who)

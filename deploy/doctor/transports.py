@@ -34,7 +34,7 @@ def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
             "gloo",
             is_there,
             "available" if is_there else "missing from this build of torch",
-            "install the torch build that the Makefile installs",
+            "install the torch build from the Makefile",
         )
     if not has_nccl_link:
         return
@@ -43,7 +43,7 @@ def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
         "nccl",
         bool(version),
         version or "missing from this build of torch",
-        "install torch's CUDA build; until then KV goes over TCP",
+        "install torch's CUDA build; until then KV transfers use TCP",
         "warn",
     )
     yield from nccl_beside_tls(config)
@@ -58,7 +58,7 @@ def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
 
 
 def nccl_beside_tls(config: Config) -> Iterator[Check]:
-    """Whether KV goes over NCCL between machines although members have certificates: NCCL cannot encrypt."""
+    """Check whether KV uses NCCL between machines although members have certificates: NCCL cannot encrypt."""
     if not config.cluster.tls_certificate or "nccl" not in config.transfer.links:
         return
     if "nccl" in config.transfer.plain_links:
@@ -67,13 +67,13 @@ def nccl_beside_tls(config: Config) -> Iterator[Check]:
     yield Check(
         "nccl and tls",
         "warn",
-        "between machines KV goes over tcp: nccl cannot encrypt, and cluster.tls_certificate is set",
-        "add nccl to transfer.plain_links where nobody else is on the network between the GPUs",
+        "KV between machines uses tcp, because nccl cannot encrypt and cluster.tls_certificate is set",
+        "add nccl to transfer.plain_links if the network between the GPUs is private",
     )
 
 
 def nccl_interfaces(setting: str, up: Collection[str]) -> Check:
-    """Whether NCCL finds a network by NCCL_SOCKET_IFNAME: prefixes, after `^` those to avoid, after `=` whole names.
+    """Check that NCCL_SOCKET_IFNAME selects a network: prefixes, after `^` excluded ones, after `=` whole names.
 
     Args:
         up: the interfaces of this machine that are up.
@@ -86,7 +86,7 @@ def nccl_interfaces(setting: str, up: Collection[str]) -> Check:
 
     if listed:
         used = [name for name in up if is_named(name) != is_excluding]
-    else:  # NCCL's own choice: the loopback and Docker's bridge come last
+    else:  # NCCL's default: the loopback and Docker's bridge come last
         used = [name for name in up if not name.startswith(("lo", "docker"))] or list(up)
     shown = f"NCCL_SOCKET_IFNAME={setting}" if setting else "NCCL_SOCKET_IFNAME is not set"
     if not used:
@@ -94,41 +94,41 @@ def nccl_interfaces(setting: str, up: Collection[str]) -> Check:
             "nccl network",
             "fail",
             f"{shown} matches no interface that is up ({names(up)})",
-            "name one of those, or leave the variable unset: NCCL then chooses",
+            "name one of those, or unset the variable so that NCCL chooses",
         )
     if all(name.startswith("lo") for name in used):
         return Check(
             "nccl network",
             "warn",
             f"{shown}: only the loopback, {names(used)}",
-            "enough for one node; workers on other nodes need an interface between the nodes",
+            "sufficient for one node; workers on other nodes need an interface between the nodes",
         )
     return Check("nccl network", "ok", f"{shown}: {names(used)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Locking:
-    """What lets a process pin memory for RDMA: either suffices."""
+    """Permissions of a process to pin memory for RDMA; either suffices."""
 
     limit: int
-    """RLIMIT_MEMLOCK: bytes that this process may lock; -1: any number."""
+    """RLIMIT_MEMLOCK: bytes that this process may lock; -1: unlimited."""
     is_capable: bool
-    """Whether the capability IPC_LOCK has effect in this process (CapEff)."""
+    """The capability IPC_LOCK is effective in this process (CapEff)."""
 
 
 def may_lock_memory(status: Path = Path("/proc/self/status")) -> bool:
-    """Whether this process has the capability IPC_LOCK. One that is added to a container has effect for root alone."""
+    """Return whether this process has the capability IPC_LOCK. Added to a container, it is effective only for root."""
     effective = re.search(r"^CapEff:\s*([0-9a-f]+)$", status.read_text(), re.MULTILINE) if status.exists() else None
     return effective is not None and bool(int(effective[1], 16) >> CAP_IPC_LOCK & 1)
 
 
 def rdma(devices: Path, nodes: Path, is_disabled: bool, locking: Locking) -> Check:
-    """RDMA devices of the machine, and whether this process may use them.
+    """Check the machine's RDMA devices, and that this process may use them.
 
     Args:
         devices: the kernel's list of the devices.
         nodes: the folder of their device files.
-        is_disabled: whether NCCL is configured not to use them.
+        is_disabled: NCCL is configured not to use them.
     """
     states = {path.name: _rdma_state(path) for path in devices.glob("*")}
     active = [name for name, state in states.items() if "ACTIVE" in state]
@@ -136,25 +136,25 @@ def rdma(devices: Path, nodes: Path, is_disabled: bool, locking: Locking) -> Che
         return Check("rdma", "ok", "no devices: NCCL uses TCP between nodes")
     found = ", ".join(f"{name} {state}" for name, state in sorted(states.items()))
     if is_disabled:
-        return Check("rdma", "warn", f"{found}; NCCL_IB_DISABLE=1", "unset it, unless TCP is what is wanted")
+        return Check("rdma", "warn", f"{found}; NCCL_IB_DISABLE=1", "unset it, unless you want TCP")
     if not active:
-        return Check("rdma", "warn", found, "no port is active: look at cables, subnet manager and `ibstat`")
+        return Check("rdma", "warn", found, "no port is active: check cables, subnet manager and `ibstat`")
     if not any(nodes.glob("uverbs*")):
         return Check(
             "rdma",
             "warn",
             f"{found}, but {nodes} is empty",
-            "ask for the RDMA resource of the cluster's device plugin (workers' `resources` in the chart)",
+            "request the RDMA resource of the cluster's device plugin (in the chart: worker.rdma.enabled)",
         )
     if 0 <= locking.limit < LOCKED_BYTES and not locking.is_capable:
         return Check(
             "rdma",
             "fail",
             f"{found}, but memory cannot be pinned: the memlock limit is {locking.limit // 1024} KiB, and CapEff has "
-            "no IPC_LOCK (added to a container, it has effect for root alone); NCCL would use TCP",
+            "no IPC_LOCK (added to a container, it is effective only for root); NCCL would use TCP",
             "raise the limit: LimitMEMLOCK=infinity for the container runtime (containerd.service), `ulimit -l "
             "unlimited` elsewhere; or run as root with IPC_LOCK (in the chart: worker.rdma.asRoot); or set "
-            "NCCL_IB_DISABLE=1 if TCP is what is wanted",
+            "NCCL_IB_DISABLE=1 if you want TCP",
         )
     return Check("rdma", "ok", found)
 

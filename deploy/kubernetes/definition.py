@@ -1,7 +1,7 @@
-"""Brings the definition of ServingPools up to date: `python -m deploy.kubernetes.definition FILE`.
+"""Updates the CustomResourceDefinition of ServingPools: `python -m deploy.kubernetes.definition FILE`.
 
-The chart's hook runs it, out of the router's image, which has no client of Kubernetes: it is one request, a server-side
-apply, so that what others have added to the definition stays. Access is the pod's service account, or $KUBECONFIG.
+The chart's hook runs it in the router's image, which has no Kubernetes client. It sends one request, a server-side
+apply, which keeps fields that others have added. Access is by the pod's service account or $KUBECONFIG.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ TIMEOUT_S = 10.0
 @dataclass(frozen=True, slots=True)
 class ApiAccess:
     url: str
-    """The API server, without a slash at its end."""
+    """URL of the API server, without a trailing slash."""
     token: str
     ca: str = ""
-    """PEM text of the authority that signs the server's certificate; empty: one that this machine knows."""
+    """PEM text of the CA of the server's certificate; empty: this machine's CAs."""
 
 
 def access_from(environ: Mapping[str, str], account: Path = ACCOUNT) -> ApiAccess:
-    """The access that $KUBECONFIG describes (its token), or else that of the pod's service account.
+    """Return the access by $KUBECONFIG (its token), or else by the pod's service account.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: neither exists.
     """
     if path := environ.get("KUBECONFIG"):
         config = yaml.safe_load(Path(path).read_text())
@@ -59,11 +59,11 @@ def access_from(environ: Mapping[str, str], account: Path = ACCOUNT) -> ApiAcces
 
 
 def apply(definition: bytes, access: ApiAccess, num_tries: int = NUM_TRIES) -> None:
-    """Applies a CustomResourceDefinition, YAML, on the server, and takes its fields from those that had them.
+    """Apply a CustomResourceDefinition (YAML) on the server, and take over the ownership of its fields.
 
     Raises:
-        StoreUnavailable: the API server does not answer, however often it is asked.
-        BatonError: it refuses; the message says why.
+        StoreUnavailable: the API server does not answer after all retries.
+        BatonError: it refuses; the message gives the reason.
     """
     name = yaml.safe_load(definition)["metadata"]["name"]
     request = urllib.request.Request(

@@ -1,10 +1,10 @@
-"""The pods that are Ray nodes, where Deployments make them: as many as the workers need, and no used one is removed.
+"""Number of pods that are Ray nodes, if Deployments create them: enough for the workers, and no used pod is removed.
 
 A worker needs room on a node of the pool in which it was started, and keeps it when its role changes. The pools may
-share one Deployment, whose pods have room for several workers of either. A Deployment grows by the pods for which the
-workers that lack a node do not fit on those in use, and shrinks by the pods without a worker; a pod with workers is
-more expensive to delete (controller.kubernetes.io/pod-deletion-cost). While a Deployment rolls out a newer version it
-has a pod more than its size, and the workers on older pods give way one by one. Pure.
+share one Deployment, whose pods have room for several workers of either pool. A Deployment grows if workers without a
+node do not fit on its pods, and shrinks by its pods without workers. Pods with workers have a higher deletion cost
+(controller.kubernetes.io/pod-deletion-cost). While a Deployment rolls out a newer version, it has one pod more than its
+size, and the workers on older pods leave one by one. Pure.
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ COST_OF_A_WORKER = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePod:
-    """A pod that is a Ray node."""
+    """Pod that is a Ray node."""
 
     name: str
     deployment: str
-    """The Deployment that made it."""
+    """Deployment that created it."""
     cost: int = 0
-    """Deletion cost that the pod has in Kubernetes."""
+    """Deletion cost in Kubernetes."""
     is_leaving: bool = False
-    """Whether it is being deleted, so that its Deployment no longer counts it."""
+    """The pod is being deleted, so its Deployment no longer counts it."""
     is_current: bool = True
-    """Whether it is of its Deployment's present version."""
+    """The pod has its Deployment's current version."""
     is_running: bool = True
-    """Whether its container runs."""
+    """The pod's container runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedWorker:
-    """A worker, and the node that it has."""
+    """Worker with its node."""
 
     pool: Role
-    """The pool in which it was started."""
+    """Pool in which it was started."""
     role: Role
     pod: str
     """Pod of the worker's node; empty: it waits for a node."""
     is_staying: bool
-    """Whether it does not have to leave."""
+    """The worker does not have to leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """What to change."""
+    """Changes to make."""
 
     sizes: Mapping[str, int]
-    """The number of pods that each Deployment should have."""
+    """Desired number of pods of each Deployment."""
     costs: Mapping[str, int]
-    """The new deletion costs of the pods whose cost changes, by name."""
+    """New deletion costs of pods whose cost changes, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodRollout:
-    """How far the Deployments are with a newer version."""
+    """Progress of the Deployments' rollout."""
 
     outdated: frozenset[str] = frozenset()
-    """Pods of an older version that are to go."""
+    """Pods of an older version, which will be removed."""
     room: frozenset[Role] = frozenset()
-    """Pools with such pods, for which a pod of the present version has room."""
+    """Pools with such pods, for which a pod of the current version has room."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """Which Deployment has the nodes of a pool, and how large they are."""
+    """Deployments with the nodes of each pool, and the size of a node."""
 
     deployments: Mapping[Role, str]
     """Names of the Deployments by pool; both pools may have the same one."""
@@ -84,11 +84,11 @@ def plan(
     pods: Sequence[NodePod],
     workers: Sequence[PlacedWorker],
 ) -> NodePlan:
-    """The plan for the Deployments. With the pods that result from it, it asks for nothing twice.
+    """Return the plan for the Deployments. A repeated call with the resulting pods changes nothing.
 
     Args:
         desired: workers of each pool.
-        sizes: the Deployments' sizes now.
+        sizes: current sizes of the Deployments.
     """
     by_name = {pod.name: pod for pod in pods if not pod.is_leaving}
     num_on = Counter(worker.pod for worker in workers if worker.pod in by_name)
@@ -106,16 +106,16 @@ def plan(
         num_homeless = max(0, num_lacking - sum(layout.workers_per_pod - num_on[name] for name in used))
         num_surplus = max(0, sum(pod.deployment == deployment for pod in by_name.values()) - size)  # in a roll-out
         num_needed = len(used) + -(-num_homeless // layout.workers_per_pod)
-        # While a worker looks for a node, none goes: it may be about to run there.
+        # While a worker waits for a node, no node is removed, because the worker may be about to run there.
         wanted[deployment] = max(size, num_needed - num_surplus) if num_lacking else min(size, num_needed)
     return NodePlan(wanted, changed)
 
 
 def pod_rollout(layout: NodeLayout, pods: Sequence[NodePod], on: Iterable[str]) -> PodRollout:
-    """How far the Deployments are.
+    """Return the progress of a rollout.
 
     Args:
-        on: for each worker that has a node the pod in which it is.
+        on: the pod of each worker that has a node.
     """
     num_on = Counter(on)
     outdated = frozenset(pod.name for pod in pods if not (pod.is_current or pod.is_leaving))

@@ -1,4 +1,4 @@
-"""Reads the Deployments whose pods are Ray nodes, and changes them as `node_plan` says."""
+"""Reads the Deployments whose pods are Ray nodes, and changes them by `node_plan`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 REVISION = "deployment.kubernetes.io/revision"
 TEMPLATE_HASH = "pod-template-hash"
 CONTAINER = "worker"
-"""The container that is the Ray node."""
+"""Container with the Ray node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The worker nodes as Kubernetes has them."""
+    """Worker nodes as Kubernetes reports them."""
 
     sizes: Mapping[str, int]
-    """The number of pods that each Deployment should have."""
+    """Desired number of pods of each Deployment."""
     pods: Sequence[NodePod]
 
 
 class WorkerNodes:
-    """The Deployments of the worker nodes. Both methods raise lightkube's and httpx's errors."""
+    """Deployments of the worker nodes. Both methods raise lightkube's and httpx's errors."""
 
     def __init__(self, client: AsyncClient, namespace: str, layout: NodeLayout) -> None:
         self.layout = layout
@@ -53,7 +53,7 @@ class WorkerNodes:
         return Nodes(sizes, pods)
 
     async def _present_version(self, deployment: Deployment) -> str:
-        """The hash of the template that new pods are made of; empty: Kubernetes has not seen the latest one yet."""
+        """Return the hash of the template of new pods; empty: Kubernetes has not seen the latest one yet."""
         assert deployment.metadata is not None
         assert deployment.spec is not None
         seen = deployment.status.observedGeneration if deployment.status else None
@@ -69,7 +69,7 @@ class WorkerNodes:
         return ""
 
     async def keep(self, nodes: Nodes, desired: Mapping[Role, int], workers: Sequence[PlacedWorker]) -> None:
-        """Changes what was read into what the workers need. They must have been observed after `read`."""
+        """Change the nodes to the workers' needs. The workers must have been observed after `read`."""
         wanted = plan(self.layout, desired, nodes.sizes, nodes.pods, workers)
         for name, cost in wanted.costs.items():
             change = {"metadata": {"annotations": {DELETION_COST: str(cost)}}}
@@ -92,10 +92,10 @@ def _version(pod: Pod) -> str:
 
 
 def _node_pod(pod: Pod, deployment: str, current: str) -> NodePod:
-    """A pod of a Deployment.
+    """Return a pod of a Deployment.
 
     Args:
-        current: hash of the Deployment's present version; empty: it is not known, and every pod counts as of that.
+        current: hash of the Deployment's current version; empty: unknown, and every pod counts as current.
     """
     assert pod.metadata is not None
     assert pod.metadata.name is not None

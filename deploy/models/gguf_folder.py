@@ -1,7 +1,7 @@
-"""A GGUF file of the llama architecture, written once as a folder in Hugging Face's layout.
+"""Conversion of a GGUF file of the llama architecture to a folder in Hugging Face's layout.
 
 Weights are dequantised to float32. llama.cpp stores the rows of the query and key projections so that the two halves
-of a rotary pair lie side by side; Hugging Face's models expect all first halves before all second halves. For a head:
+of a rotary pair are adjacent; Hugging Face's models expect all first halves before all second halves. For a head:
 
     llama.cpp     0 d/2 1 d/2+1 2 d/2+2 ...      (convert_hf_to_gguf.py, LlamaModel.permute)
     Hugging Face  0 1 2 ... d/2 d/2+1 d/2+2 ...
@@ -47,22 +47,22 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-"""Divisors of the rotary frequencies; all are 1 where they are plain."""
+"""Divisors of the rotary frequencies; all are 1 for plain RoPE."""
 
 
 def write_folder(
     gguf_file: Path, folder: Path, sampling: dict[str, float], progress: OnModelProgress, *, weights: bool = True
 ) -> None:
-    """Writes config.json, model.safetensors, generation_config.json, tokenizer.json and tokenizer_config.json.
+    """Write config.json, model.safetensors, generation_config.json, tokenizer.json and tokenizer_config.json.
 
     Args:
-        sampling: the defaults that generation_config.json recommends.
-        weights: whether model.safetensors is written, too.
+        sampling: recommended defaults for generation_config.json.
+        weights: write model.safetensors, too.
 
     Raises:
-        ModelLoadError: not a GGUF file, not of the llama architecture, with scaled rotary embeddings, or with a
-            tokenizer that is not known.
-        OSError: a file cannot be written, as where the disk is full.
+        ModelLoadError: the file is no GGUF file, not of the llama architecture, has scaled rotary embeddings or an
+            unknown tokenizer.
+        OSError: a file cannot be written, for instance because the disk is full.
     """
     try:
         _write_folder(gguf_file, folder, sampling, progress, weights)
@@ -115,7 +115,7 @@ def _write_weights(weights: dict[str, Array], folder: Path, progress: OnModelPro
 
 
 def _weights(tensors: list[Any], metadata: Metadata, progress: OnModelProgress) -> dict[str, Array]:
-    """Hugging Face's name -> float32 array, shaped as torch has it: [out, in]."""
+    """Return the weights: Hugging Face's name -> float32 array in torch's shape, [out, in]."""
     num_heads = metadata["llama.attention.head_count"]
     heads = {"attn_q": num_heads, "attn_k": metadata.get("llama.attention.head_count_kv", num_heads)}
     weights: dict[str, Array] = {}

@@ -1,4 +1,4 @@
-"""Walks through the header of a GGUF file before the library reads it, which makes objects of whatever it announces.
+"""Validates the header of a GGUF file before the library reads it, which allocates objects for all announced counts.
 
 "GGUF" | version, 4 | number of tensors, 8 | of fields, 8 | fields | tensors: name, shape, kind, place | data
 a field is a text (its name), a type, 4, and a value; a text has its length, 8, before it
@@ -31,11 +31,11 @@ SCALARS = {
     GGUFValueType.INT16: 2, GGUFValueType.UINT32: 4, GGUFValueType.INT32: 4, GGUFValueType.FLOAT32: 4,
     GGUFValueType.UINT64: 8, GGUFValueType.INT64: 8, GGUFValueType.FLOAT64: 8,
 }  # fmt: skip
-"""Bytes of the types that have a size."""
+"""Sizes in bytes of types with a fixed size."""
 
 
 def check_header(path: Path) -> None:
-    """Checks that all that the header announces is in the file, and of a number that a model may have.
+    """Check that the file contains everything that its header announces, within the limits of a model.
 
     Raises:
         OSError: the file cannot be read.
@@ -63,7 +63,7 @@ def _check(walk: _Walk) -> None:
 
 
 def _tensor_bytes(walk: _Walk) -> int:
-    """Returns the size of the next tensor, which is not read."""
+    """Return the size of the next tensor, which is not read."""
     walk.skip_text(MAX_NAME_BYTES)
     (num_dimensions,) = walk.take("<I")
     if num_dimensions > MAX_DIMENSIONS:
@@ -78,7 +78,7 @@ def _tensor_bytes(walk: _Walk) -> int:
 
 
 class _Walk:
-    """A place in the file, which only goes on. All methods raise ValueError where the file ends."""
+    """Forward-only cursor in the file. All methods raise ValueError at the end of the file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.size = len(data)
@@ -88,11 +88,11 @@ class _Walk:
 
     @property
     def num_left(self) -> int:
-        """Bytes behind the place."""
+        """Number of bytes after the cursor."""
         return self.size - self._place
 
     def take(self, layout: str) -> tuple[Any, ...]:
-        """Returns what is at the place, and goes behind it."""
+        """Return the values at the cursor, and move past them."""
         begin = self._place
         self._skip(struct.calcsize(layout))
         return struct.unpack_from(layout, self._data, begin)
@@ -104,7 +104,7 @@ class _Walk:
         self._skip(num_bytes)
 
     def skip_value(self) -> None:
-        """Goes behind a type and a value of it."""
+        """Skip a type and a value of it."""
         (kind,) = self.take("<I")
         if kind != GGUFValueType.ARRAY:
             self._skip_elements(kind, 1)

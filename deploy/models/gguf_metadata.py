@@ -1,4 +1,4 @@
-"""The key-value part of a GGUF file, which its weights and its tokenizer are read by."""
+"""Key-value part of a GGUF file, which describes its weights and its tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from baton.errors import ModelLoadError
 
 
 class Metadata:
-    """The key-value part of a GGUF file."""
+    """Key-value part of a GGUF file."""
 
     def __init__(self, reader: Any) -> None:
         self._fields = reader.fields

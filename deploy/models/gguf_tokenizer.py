@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json.
+"""Conversion of a GGUF file's tokenizer to tokenizer.json and tokenizer_config.json.
 
 GGUF names the splitting of text before BPE (`tokenizer.ggml.pre`) but does not hold it, so each name needs its recipe
 here. transformers' own GGUF loading ignores that name and leaves out the splitting of digits, so that "½ ²" becomes
@@ -26,7 +26,7 @@ SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 
 def write_tokenizer(metadata: Metadata, folder: Path) -> None:
-    """Writes tokenizer.json. Raises ModelLoadError for a tokenizer other than SmolLM's byte-level BPE, and OSError."""
+    """Write tokenizer.json. Raises ModelLoadError for a tokenizer other than SmolLM's byte-level BPE, and OSError."""
     text = build_tokenizer(metadata).to_str(pretty=True)
     (folder / "tokenizer.json").write_text(text, "utf-8")  # an error of the library's own `save` has no class
     config = tokenizer_config(metadata)
@@ -56,7 +56,7 @@ def _added(token: str, *, is_special: bool) -> AddedToken:
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
-    """The configuration with which transformers' AutoTokenizer uses tokenizer.json unchanged."""
+    """Return the configuration with which transformers' AutoTokenizer uses tokenizer.json unchanged."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     special = {
         f"{name}_token": tokens[token_id]

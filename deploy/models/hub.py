@@ -1,4 +1,4 @@
-"""A model of the Hugging Face hub, in the hub's own cache so that other tools share it."""
+"""Model of the Hugging Face hub, in the hub's own cache so that other tools share it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ SMALL = ["*.json", "*.jinja"]
 """Configuration and tokenizer."""
 WEIGHTS = "*.safetensors"
 UNWANTED = ["*/*.safetensors", "*/*.json", "consolidated*.safetensors"]
-"""Copies in other formats: onnx/, original/, openvino/, and Mistral's own beside the shards."""
+"""Copies in other formats: onnx/, original/, openvino/, and Mistral's own next to the shards."""
 INDEX = "*.safetensors.index.json"
 
 
 def hub_folder(model_id: str, revision: str, progress: OnModelProgress, *, weights: bool = True) -> Path:
-    """The snapshot folder; its name is the commit. An empty `revision` is the main branch.
+    """Return the snapshot folder, whose name is the commit. An empty `revision` is the main branch.
 
     Args:
-        weights: whether they are fetched, too; otherwise configuration and tokenizer alone.
+        weights: download the weights too; otherwise only configuration and tokenizer.
 
     Raises:
         ModelLoadError: no such model, no permission, no space; no hub in reach, and the model is not cached; or, before
@@ -79,7 +79,7 @@ def _fetched(model_id: str, revision: str, progress: OnModelProgress, wanted: li
 
 
 def _reporting_bar(model_id: str, progress: OnModelProgress) -> Any:
-    """A progress bar class for the hub's library that reports bytes to `progress` and draws nothing."""
+    """Return a progress bar class for the hub's library that reports bytes to `progress` and draws nothing."""
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""How far the making of a model folder has got, as values."""
+"""Progress of the preparation of a model folder, as values."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ OnModelProgress = Callable[[Progress], None]
 
 
 def ignore_progress(_: Progress) -> None:
-    """Ignores the progress, for callers that show none."""
+    """Ignore the progress, for callers that show none."""

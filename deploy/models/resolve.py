@@ -20,21 +20,21 @@ from deploy.models.wheel import catalogue_folder
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
     path: Path
-    """A folder in Hugging Face's layout: config.json, tokenizer.json and, unless they are not wanted, *.safetensors."""
+    """Folder in Hugging Face's layout: config.json, tokenizer.json and, if requested, *.safetensors."""
     served_name: str
-    """The id that clients use."""
+    """Model id for clients."""
     revision: str
     """Identity of the weights: two models with different weights never share one."""
     weights_path: Path
-    """The folder that has the weights, on machines that have them."""
+    """Folder with the weights, on machines that have them."""
 
 
 def resolve(
     model: ModelConfig, cache_dir: Path, progress: OnModelProgress = ignore_progress, *, weights: bool = True
 ) -> ResolvedModel:
-    """The local folder of `model.path` or else `model.id`: a catalogue name, a local folder or a hub id, in that order.
+    """Return the folder of `model.path` or `model.id`: a catalogue name, a local folder or a hub id, in this order.
 
-    Downloads and converts what is missing; safe in several processes at once.
+    Downloads and converts missing files. Several processes may call it concurrently.
 
     Args:
         weights: whether they are wanted. Without, only configuration and tokenizer are fetched; a local folder has to
@@ -74,7 +74,7 @@ def resolve(
 
 
 def with_models(config: Config, progress: OnModelProgress = ignore_progress, *, weights: bool = True) -> Config:
-    """The configuration with the model's folder, name and revision; with weights also the draft model's folder.
+    """Return the configuration with the model's folder, name and revision; with weights also the draft model's folder.
 
     Raises:
         ModelLoadError: one of them cannot be obtained.
@@ -87,8 +87,9 @@ def with_models(config: Config, progress: OnModelProgress = ignore_progress, *, 
 
 
 def with_places(config: Config, progress: OnModelProgress = ignore_progress) -> Config:
-    """The configuration with the folders that the models have on the machines of workers: those with weights, which are
-    not fetched here. Every machine has them at the same place.
+    """Return the configuration with the models' folders on the workers' machines.
+
+    These folders have the weights, which are not downloaded here. Every machine has them at the same path.
 
     Raises:
         ModelLoadError: what a model is cannot be found out.
@@ -117,5 +118,5 @@ def _with_draft(config: Config, folder_of: Callable[[ModelConfig], Path]) -> Con
 
 
 def is_local(name: str) -> bool:
-    """Returns whether a model's name is the path of a folder."""
+    """Return whether a model's name is the path of a folder."""
     return name.startswith(("/", "./", "../", "~")) or name.endswith(GGUF) or Path(name).is_dir()

@@ -1,7 +1,7 @@
-"""What a folder of ours held when it was made, so that a later start finds damage: a disk's, or of a copy cut short.
+"""Seal of a converted model folder, by which a later start detects damage by a disk or an interrupted copy.
 
-The digest (XXH3, 128 bits) is fast enough to be taken of all files at every start. It is no guard against somebody who
-can write to the folder.
+The digest (XXH3, 128 bits) is fast enough to compute for all files at every start. It does not protect against an
+attacker who can write to the folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ READ_BYTES = 2**20
 
 
 def seal(folder: Path) -> None:
-    """Writes down the size and the digest of each file in the folder. Raises OSError."""
+    """Record the size and the digest of each file in the folder. Raises OSError."""
     found = {path.name: _measured(path) for path in _files(folder)}
     new = folder / f"{SEAL_FILE}.new"
     new.write_text(json.dumps(found, indent=2) + "\n")
@@ -29,7 +29,7 @@ def is_sealed(folder: Path) -> bool:
 
 
 def damage(folder: Path) -> str:
-    """The first thing that is not as it was when the folder was sealed, in words; empty: all is."""
+    """Return the first difference from the sealed folder, in words; empty: there is none."""
     try:
         sealed = json.loads((folder / SEAL_FILE).read_text())
         for name, measured in sealed.items():
@@ -47,7 +47,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _measured(path: Path) -> list[int | str]:
-    """Returns size and digest."""
+    """Return size and digest."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while data := file.read(READ_BYTES):

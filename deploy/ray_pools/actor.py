@@ -1,6 +1,6 @@
-"""A Ray actor that keeps one worker's process: Ray decides where it runs, and ends it with its node.
+"""Ray actor that runs one worker's process: Ray decides where it runs, and ends it with its node.
 
-The process is not the actor's own, because Ray handles SIGTERM itself, which must drain a worker.
+The worker has a separate process, because SIGTERM must drain a worker, but Ray handles SIGTERM itself in an actor.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from deploy.ray_pools.node_link import NodeLink, end_in_words
 from kvstore.transfer.transport.nccl_env import PINNED
 
 RESOURCE = "baton_worker"
+"""Both roles request the same Ray resource, so that a change of role changes nothing for Ray."""
 SECRET = "BATON_CLUSTER_SECRET"
 STDERR = 2
-"""Both roles ask for the same Ray resource, so that a change of role changes nothing for Ray."""
 POOL_LABEL = "baton.dev/pool"
-"""A Ray node with this label, prefill or decode, is for workers that begin in that pool: pools may have other GPUs.
-With another value, or none, it is for all."""
+"""A Ray node with this label, prefill or decode, runs only workers that start in that pool, because the pools may use
+different GPUs. With another value, or none, it runs workers of all pools."""
 
 
 class WorkerActor:
-    """The methods run on the actor's own event loop. Before `start`, which may be called again, there is `pool` alone.
+    """Actor of one worker. Its methods run on its own event loop; before `start`, only `pool` may be called.
 
     Args:
-        role: the one that the worker starts with; it may change.
-        pool: the one in which the worker was started first, on whose nodes it runs.
-        host: where the worker listens; empty: at this Ray node's own address.
-        fingerprint: names the cluster's keys, which the worker's must fit; empty: the cluster has no secret.
+        role: the worker's initial role; it may change.
+        pool: the pool in which the worker was first started, on whose nodes it runs.
+        host: host at which the worker listens; empty: this Ray node's address.
+        fingerprint: fingerprint of the cluster's keys, which the worker's keys must match; empty: no secret.
     """
 
     def __init__(
@@ -61,18 +61,18 @@ class WorkerActor:
         self._watching: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        """The name that Ray puts before the lines of its log."""
+        """Return the name with which Ray prefixes the lines of its log."""
         return self._worker_id
 
     async def pool(self) -> str:
-        """Returns the pool in which the worker was started, whatever its role is now."""
+        """Return the pool in which the worker was started, independent of its current role."""
         return self._pool
 
     async def start(self) -> dict[str, Any]:
-        """Loads the model, joins the cluster and takes traffic.
+        """Load the model, join the cluster and accept traffic. May be called again.
 
         Returns:
-            `pid`, `address`, `incarnation`, and `pod`: the Kubernetes pod that is this Ray node; empty: it is none.
+            `pid`, `address`, `incarnation`, and `pod`: the Kubernetes pod that is this Ray node; empty: none.
 
         Raises:
             ModelLoadError, ConfigError: this worker cannot run as configured.
@@ -83,7 +83,7 @@ class WorkerActor:
         return await asyncio.shield(self._started)
 
     async def ended(self) -> None:
-        """Returns only by WorkerFailed: the process has ended."""
+        """Wait for the end of the process, which raises WorkerFailed. Never returns."""
         await self.start()
         assert self._ended is not None
         status = await asyncio.shield(self._ended)
@@ -92,7 +92,7 @@ class WorkerActor:
         raise WorkerFailed(f"{self._worker_id} {end_in_words(status) or 'ended with status 0'}{_last_words()}")
 
     async def stop(self) -> None:
-        """Has the worker leave the cluster, and waits until its process has ended."""
+        """Let the worker leave the cluster, and wait until its process has ended."""
         if self._process is not None and self._ended is not None:
             self._say("away", "it is to leave")
             with contextlib.suppress(ProcessLookupError):
@@ -118,7 +118,7 @@ class WorkerActor:
         return {**values, "pod": os.environ.get("POD_NAME", "")}
 
     async def _end_of(self, process: subprocess.Popen[bytes]) -> int:
-        """Waits for the process' end, says it, and returns the exit status."""
+        """Wait for the end of the process, report it, and return the exit status."""
         status = await asyncio.to_thread(process.wait)
         if self._watching:
             await cancel_and_wait([self._watching])
@@ -133,7 +133,7 @@ class WorkerActor:
             self._node.say(state, reason)
 
     def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
-        """Starts the process, from the event loop's thread: the process dies with that thread, hence with the actor."""
+        """Start the process from the event loop's thread: it dies with that thread, and hence with the actor."""
         config = Config.from_json(self._config_json)
         share = config.engine.memory_share * self._share(config)
         config = dataclasses.replace(
@@ -162,7 +162,7 @@ class WorkerActor:
             )
 
     def _share(self, config: Config) -> float:
-        """This worker's share of the Ray node's memory, or of one of its GPUs, which it may have to share."""
+        """Return this worker's share of the Ray node's memory, or of one of its GPUs."""
         import ray
 
         context = ray.get_runtime_context()
@@ -176,8 +176,9 @@ class WorkerActor:
 
 
 def _last_words() -> str:
-    """What was written last into the file that takes this process's and the worker's output, as the end of a sentence;
-    empty: there is no such file, or nothing in it.
+    """Return the last line of the log file of this process and the worker, as the end of a sentence.
+
+    Empty: there is no such file, or it is empty.
     """
     log = _own_file()
     line = last_line(log) if log else ""
@@ -185,7 +186,7 @@ def _last_words() -> str:
 
 
 def _own_file() -> Path | None:
-    """The file that takes what this process writes to standard error, as Ray has it; None: no file does."""
+    """Return the file to which Ray redirects this process's standard error; None: it is no file."""
     file = Path(os.path.realpath(f"/proc/self/fd/{STDERR}"))
     return file if file.is_file() else None
 
@@ -197,19 +198,20 @@ def _node_address() -> str:
 
 
 def own_redis_url(config: Config, environ: Mapping[str, str]) -> str:
-    """Returns the URL of Redis for a worker on this Ray node, without the password: the node's own, which may have
-    another user, where there is one.
+    """Return the URL of Redis for a worker on this Ray node, without the password.
+
+    The node's own URL, which may have another user, takes precedence.
     """
     return without_password(environ.get(REDIS_URL, "")) or config.index.redis_url
 
 
 def own_secret(config: Config, environ: Mapping[str, str]) -> str:
-    """Returns the path of the keys of a worker on this Ray node: the node's own, where its environment names one."""
+    """Return the path of the keys of a worker on this Ray node; the path in the node's environment takes precedence."""
     return environ.get(SECRET) or config.cluster.secret
 
 
 def worker_environment(config: Config) -> dict[str, str]:
-    """Environment variables that must be set before the worker's process begins, or imports torch."""
+    """Return the environment variables that must be set before the worker's process starts and imports torch."""
     threads = str(config.engine.num_threads)
     return {
         "OMP_NUM_THREADS": threads,
@@ -217,7 +219,7 @@ def worker_environment(config: Config) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves the place where it was
+        "PYTHONFAULTHANDLER": "1",  # a crash in native code prints its location
         "PYTHONUNBUFFERED": "1",
         **PINNED,
     }

@@ -1,6 +1,6 @@
-"""The workers' actors in Ray. They are detached: they outlive the controller, and the next one finds them by name.
+"""The workers' actors in Ray. They are detached: they survive the controller, and the next one finds them by name.
 
-Nothing here blocks the event loop: what Ray does synchronously is done in threads.
+Nothing here blocks the event loop: Ray's synchronous calls run in threads.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NAME_TAKEN_S = 10.0
-"""Longest time for which the name of a killed actor stays taken."""
+"""Maximum time for which the name of a killed actor stays taken."""
 RETRY_S = 0.05
 SAY_S = 10.0
-"""Longest wait for an actor to say its pool. One that has a node does so at once, also while its worker starts."""
+"""Timeout for an actor to report its pool. A placed actor answers immediately, even while its worker starts."""
 ANSWER_S = 30.0
-"""Longest wait for a simple answer of Ray; after it, Ray counts as broken."""
+"""Timeout of a simple call to Ray; after it, Ray counts as broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +40,17 @@ class Started:
     address: str
     """host:port of its gRPC server."""
     pod: str
-    """The Kubernetes pod in which it runs; empty: none."""
+    """Kubernetes pod in which it runs; empty: none."""
     incarnation: str
-    """The identity of its process; empty: a release that did not report it."""
+    """Identity of its process; empty: its release does not report it."""
 
 
 @contextlib.contextmanager
 def joined(cluster: ClusterConfig, namespace: str, shows_logs: bool) -> Generator[None]:
-    """This process is a driver in the Ray cluster while the block is entered. Blocks until its node is there.
+    """Context manager: makes this process a driver in the Ray cluster. Blocks until its node is up.
 
     Raises:
-        ConfigError: no such cluster, none of its nodes is on this machine, or it asks for a token.
+        ConfigError: the cluster does not exist, has no node on this machine, or requires a token.
     """
     try:
         with _no_folder_for_workers():
@@ -64,7 +64,7 @@ def joined(cluster: ClusterConfig, namespace: str, shows_logs: bool) -> Generato
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = first_line(error.__cause__ or error)
         raise ConfigError(
-            f"cannot join the Ray cluster at {cluster.ray_address}, of which a node has to be on this machine: {reason}"
+            f"cannot join the Ray cluster at {cluster.ray_address}, which must have a node on this machine: {reason}"
         ) from error
     try:
         yield
@@ -74,21 +74,21 @@ def joined(cluster: ClusterConfig, namespace: str, shows_logs: bool) -> Generato
 
 @contextlib.contextmanager
 def _no_folder_for_workers() -> Generator[None]:
-    """A driver's working folder comes first of all where its actors look for modules: a user's `json.py` would run.
+    """Context manager: changes to a temporary folder, which no longer exists when actors import modules.
 
-    In this block it is one that is gone by the time they do.
+    Actors search the driver's working folder first, so a user's `json.py` would run.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         yield
 
 
 async def nodes() -> list[NodeGpus]:
-    """What each node has for workers. Raises ConfigError if Ray does not answer."""
+    """Return each node's resources for workers. Raises ConfigError if Ray does not answer."""
     return [node_gpus(node) for node in await _in_thread(ray.nodes) if node["Alive"]]
 
 
 def node_gpus(node: Mapping[str, Any]) -> NodeGpus:
-    """A node as Ray describes it."""
+    """Return a node's resources from Ray's description."""
     resources, pool = node["Resources"], node["Labels"].get(POOL_LABEL)
     return NodeGpus(
         num_gpus=int(resources.get("GPU", 0)),
@@ -98,7 +98,7 @@ def node_gpus(node: Mapping[str, Any]) -> NodeGpus:
 
 
 async def end_all(namespace: str) -> list[str]:
-    """Ends the actors of a cluster whose controller is gone, and returns their names.
+    """End the actors of a cluster whose controller is gone, and return their names.
 
     Raises:
         ConfigError: Ray does not answer.
@@ -118,9 +118,9 @@ class RayActors:
     """Actors by worker id.
 
     Args:
-        host: where workers listen; empty: at their Ray node's own address.
-        gpus_per_worker: of Ray's resource `GPU`.
-        keys: those that the workers' must fit; None: the cluster has no secret.
+        host: host at which workers listen; empty: their Ray node's address.
+        gpus_per_worker: amount of Ray's resource `GPU`.
+        keys: keys that the workers' keys must match; None: the cluster has no secret.
     """
 
     def __init__(self, config: Config, host: str, gpus_per_worker: float, keys: KeyFile | None = None) -> None:
@@ -128,28 +128,28 @@ class RayActors:
         self._keys = keys
         self._options: dict[str, Any] = {
             "lifetime": "detached",
-            "num_cpus": 0,  # an actor that asks for a CPU nobody has stays pending for ever, without an error
+            "num_cpus": 0,  # an actor that requests an unavailable CPU stays pending forever, without an error
             "num_gpus": gpus_per_worker,
             "resources": {RESOURCE: 1},
-            "scheduling_strategy": "SPREAD",  # else one node has them all, and all end with it
-            "max_restarts": 0,  # we bring workers back ourselves, and know when
+            "scheduling_strategy": "SPREAD",  # otherwise one node has all workers, and they all end with it
+            "max_restarts": 0,  # the controller restarts workers, and so knows when they restart
         }
 
     @property
     def needs(self) -> dict[str, float]:
-        """Resources that a node needs to have left for a worker."""
+        """Free resources that a node needs for a worker."""
         gpus = {"GPU": self._options["num_gpus"]} if self._options["num_gpus"] else {}
         return {**self._options["resources"], **gpus}
 
     async def ids(self) -> list[str]:
-        """Workers whose actors are there. Raises ConfigError if Ray does not answer."""
+        """Return the workers with an actor. Raises ConfigError if Ray does not answer."""
         names: list[str] = await _in_thread(ray.util.list_named_actors)
         return names
 
     async def pools(self, worker_ids: Collection[str]) -> dict[str, Role]:
-        """The pools in which these workers were started, as their actors say.
+        """Return the pools in which these workers were started, as reported by their actors.
 
-        Ends an actor that does not say so: it has no node yet, and nobody else knows for which pool it is.
+        An actor that does not report its pool is ended: it has no node yet, and its pool is unknown.
         """
         said = await asyncio.gather(*map(self._pool, worker_ids))
         return {worker_id: pool for worker_id, pool in zip(worker_ids, said, strict=True) if pool}
@@ -161,32 +161,32 @@ class RayActors:
             return None
         try:
             return Role(await asyncio.wait_for(_result(actor.pool.remote()), SAY_S))
-        except (TimeoutError, WorkerFailed, AttributeError):  # the last: it is of an earlier version
-            logger.warning("%s is ended: nothing says for which pool it is", worker_id)
+        except (TimeoutError, WorkerFailed, AttributeError):  # AttributeError: an actor of an earlier version
+            logger.warning("%s is ended: its pool is unknown", worker_id)
             await self.kill(actor)
             return None
 
     async def check(self) -> None:
-        """Waits for a head that is away for as long as Ray does: RAY_gcs_rpc_server_reconnect_timeout_s.
+        """Check Ray; wait for an unreachable head as long as Ray does (RAY_gcs_rpc_server_reconnect_timeout_s).
 
         Raises:
-            ConfigError: Ray has given up, or no longer has the node whose driver this process is. A driver learns of a
-                new Ray head through its own node only. Without that node it would miss every later actor event.
+            ConfigError: Ray has given up, or no longer has this driver's node. A driver learns of a new Ray head only
+                through its own node. Without that node it would miss every later actor event.
         """
         asked = asyncio.ensure_future(asyncio.to_thread(ray.nodes))
         if not (await asyncio.wait([asked], timeout=ANSWER_S))[0]:
-            logger.warning("Ray's head has not answered for %.0f s; until it does, workers only go on", ANSWER_S)
+            logger.warning("Ray's head has not answered for %.0f s; until it does, running workers continue", ANSWER_S)
         with _ray_answers():
             nodes = await asked
         node_id = ray.get_runtime_context().get_node_id()
         if not any(node["NodeID"] == node_id and node["Alive"] for node in nodes):
-            raise ConfigError("the Ray node by which this process has joined is gone")
+            raise ConfigError("the Ray node of this process is gone")
 
     async def create(self, worker_id: str, role: Role, pool: Role) -> Any:
-        """A new actor, which runs once a node that is not for other pools than this one has room for it.
+        """Create an actor, which runs once a node for this pool, or for all pools, has room for it.
 
         Raises:
-            WorkerFailed: Ray does not take it.
+            WorkerFailed: Ray does not accept it.
         """
         others = ",".join(other for other in Role if other is not pool)
         nodes = {POOL_LABEL: f"!in({others})"}
@@ -195,46 +195,46 @@ class RayActors:
         deadline_s = time.monotonic() + NAME_TAKEN_S
         try:
             while True:
-                try:  # however long it takes: nobody would know of an actor that is made after we have given up
+                try:  # without a timeout: an actor created after a timeout would be unknown to the controller
                     fingerprint = self._keys.keys.fingerprint if self._keys else ""
                     arguments = (role.value, worker_id, host, config_json, fingerprint)
                     return await asyncio.to_thread(make, *arguments, pool=pool.value)
-                except ValueError as error:  # the one before it has not quite gone
+                except ValueError as error:  # the previous actor is not quite gone
                     if time.monotonic() > deadline_s:
                         raise WorkerFailed(f"its name is still taken after {NAME_TAKEN_S:g} s") from error
                     await asyncio.sleep(RETRY_S)
         except (WorkerFailed, ray.exceptions.RayError) as error:
-            with contextlib.suppress(WorkerFailed):  # the actor that has the name is not known here, and would keep it
+            with contextlib.suppress(WorkerFailed):  # an unknown actor has the name, and would keep it
                 await self.kill(await self.get(worker_id))
-            raise WorkerFailed(f"Ray has not made the actor {worker_id}: {first_line(error)}") from error
+            raise WorkerFailed(f"Ray has not created the actor {worker_id}: {first_line(error)}") from error
 
     async def get(self, worker_id: str) -> Any:
-        """The actor under that worker id. Raises WorkerFailed: it is gone."""
+        """Return the actor of that worker. Raises WorkerFailed if it is gone."""
         try:
             return await asyncio.to_thread(ray.get_actor, worker_id)
         except ValueError as error:
             raise WorkerFailed(f"the actor {worker_id} is gone") from error
 
     async def placed(self, actor: Any) -> None:
-        """Waits until a node has the actor. Raises WorkerFailed: it is gone."""
+        """Wait until a node has the actor. Raises WorkerFailed if it is gone."""
         await _result(actor.__ray_ready__.remote())
 
     async def start(self, actor: Any) -> Started:
-        """Waits until the worker is ready; it may be already. Raises the errors of `WorkerActor.start`."""
+        """Wait until the worker is ready; it may be already. Raises the errors of `WorkerActor.start`."""
         answer = await _result(actor.start.remote())
         return Started(answer["pid"], answer["address"], answer["pod"], answer.get("incarnation", ""))
 
     async def ended(self, actor: Any) -> None:
-        """Returns only by WorkerFailed: the worker's process has ended, or its node."""
+        """Wait for the end of the worker's process or its node, which raises WorkerFailed. Never returns."""
         await _result(actor.ended.remote())
 
     async def stop(self, actor: Any, timeout_s: float) -> None:
-        """Lets the worker leave the cluster, for `timeout_s` at most."""
+        """Let the worker leave the cluster, within at most `timeout_s`."""
         with contextlib.suppress(BatonError, TimeoutError):
             await asyncio.wait_for(_result(actor.stop.remote()), timeout_s)
 
     async def kill(self, actor: Any) -> None:
-        """Kills the actor, and the worker with it. Its name is free a little later."""
+        """Kill the actor, and the worker with it. Its name becomes free a little later."""
         await asyncio.to_thread(ray.kill, actor)
 
 
@@ -245,7 +245,7 @@ async def _in_thread(function: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _ray_answers() -> Generator[None]:
-    """Raises ConfigError if Ray does not answer in the block."""
+    """Context manager: raises ConfigError if Ray does not answer."""
     try:
         yield
     except (TimeoutError, RuntimeError, ray.exceptions.RayError) as error:
@@ -253,7 +253,7 @@ def _ray_answers() -> Generator[None]:
 
 
 async def _result(reference: Awaitable[Any]) -> Any:
-    """Awaits an actor's answer; the worker's own typed error comes out as itself."""
+    """Await an actor's result; raise the worker's own typed error as itself."""
     try:
         return await reference
     except ray.exceptions.RayTaskError as error:

@@ -1,4 +1,4 @@
-"""Has a Ray node take no new work, which Ray's public API cannot do. Ray's own autoscaler does it this way."""
+"""Stops a Ray node from accepting new work, which Ray's public API cannot do. Ray's autoscaler does it this way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIMEOUT_S = 5.0
 
 
 def place_nothing_on(hosts: Collection[str], gcs_address: str, timeout_s: float) -> int:
-    """Announces to Ray that the nodes at those addresses will be gone soon, and returns their number.
+    """Announce to Ray that the nodes at those addresses will be gone soon, and return their number.
 
     Their actors continue. Blocks for up to a few seconds.
 
@@ -33,9 +33,9 @@ def place_nothing_on(hosts: Collection[str], gcs_address: str, timeout_s: float)
         ]
         deadline_ms = int((time.time() + timeout_s) * 1e3)
         for node_id in nodes:
-            is_accepted, why_not = gcs.drain_node(node_id, reason, "the machine is about to go", deadline_ms)
+            is_accepted, why_not = gcs.drain_node(node_id, reason, "the machine will be removed", deadline_ms)
             if not is_accepted:
-                raise WorkerFailed(f"Ray does not let the node go: {why_not}")
+                raise WorkerFailed(f"Ray does not drain the node: {why_not}")
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise WorkerFailed(f"cannot announce to Ray that this node leaves: {error}") from error
     return len(nodes)

@@ -1,8 +1,8 @@
-"""The part of the GPUs that each worker asks Ray for. Pure.
+"""Share of the GPUs that each worker requests from Ray. Pure.
 
-Every worker of a cluster asks for the same: a whole GPU for each of its ranks, or, where a worker has one rank and the
-GPUs are fewer than the workers, an equal part of one GPU. A part lies on one GPU, so with 3 workers on 2 GPUs it is a
-half, and not two thirds, of which no GPU has room for two.
+Every worker of a cluster requests the same share: a whole GPU for each of its ranks or, if a worker has one rank and
+there are fewer GPUs than workers, an equal part of one GPU. A part lies on one GPU. So with 3 workers on 2 GPUs it is a
+half, and not two thirds, because no GPU has room for two such parts.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from baton.config import Config
 from baton.errors import ConfigError
 
 UNITS = 10_000
-"""Ray counts a resource in units of 0.0001. A part is rounded down to them, or the last worker of a GPU has no room."""
+"""Ray counts resources in units of 0.0001. Parts are rounded down, so that the last worker of a GPU has room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGpus:
-    """What one Ray node has for workers."""
+    """Resources of one Ray node for workers."""
 
     num_gpus: int
     num_workers: int
-    """Workers for which the node has room, whatever their GPUs: its resource `baton_worker`."""
+    """Number of workers for which the node has room, apart from GPUs: its resource `baton_worker`."""
     pool: Role | None = None
-    """The pool for whose workers alone the node is; None: it is for all."""
+    """Pool to which the node is restricted; None: it is for all pools."""
 
 
 def gpus_per_worker(config: Config, nodes: Sequence[NodeGpus], desired: Mapping[Role, int]) -> float:
-    """The GPUs that Ray is to assign to each worker; 0: none, because the nodes have none.
+    """Return the GPUs that Ray must assign to each worker; 0: none, because the nodes have none.
 
-    A value of `cluster.gpus_per_worker` holds whatever the nodes have: more of them may be still to come.
+    A value of `cluster.gpus_per_worker` always applies, because more nodes may join.
 
     Raises:
-        ConfigError: the workers cannot all be placed, or no worker can have what the configuration says; the message
-            says what to change.
+        ConfigError: the workers cannot all be placed, or no worker can get the configured GPUs; the message says what
+            to change.
     """
     asked, ranks = config.cluster.gpus_per_worker, config.engine.tensor_parallel
     if asked > 1 and asked != int(asked):
-        raise ConfigError(f"cluster.gpus_per_worker is {asked:g}: more than one GPU can only be a whole number of them")
+        raise ConfigError(f"cluster.gpus_per_worker is {asked:g}: above 1 it must be a whole number")
     if not any(node.num_gpus and node.num_workers for node in nodes):
         return 0.0
     if asked:
@@ -54,7 +54,7 @@ def gpus_per_worker(config: Config, nodes: Sequence[NodeGpus], desired: Mapping[
 
 
 def num_placed(nodes: Sequence[NodeGpus], desired: Mapping[Role, int], share: float) -> int:
-    """How many of the desired workers have room on the nodes, if each asks for `share` GPUs."""
+    """Return how many of the desired workers fit on the nodes, if each requests `share` GPUs."""
     room: dict[Role | None, int] = {None: 0, Role.PREFILL: 0, Role.DECODE: 0}
     for node in nodes:
         room[node.pool] += min(node.num_workers, _num_on(node.num_gpus, share))
@@ -63,12 +63,12 @@ def num_placed(nodes: Sequence[NodeGpus], desired: Mapping[Role, int], share: fl
 
 
 def memory_share(gpus: float) -> float:
-    """The share of one GPU's memory that a worker has, to which Ray has assigned so many GPUs."""
+    """Return the share of one GPU's memory of a worker to which Ray has assigned `gpus` GPUs."""
     return min(1.0, gpus)
 
 
 def _num_on(num_gpus: int, share: float) -> int:
-    """Workers that find `share` on a node: as Ray does it, a part of a GPU is never made up of pieces of several."""
+    """Return how many workers fit on a node: in Ray, a part of a GPU never spans several GPUs."""
     if share >= 1:
         return int(num_gpus // share)
     return num_gpus * (UNITS // max(1, round(share * UNITS)))
@@ -79,10 +79,10 @@ def _problem(ranks: int, num_fitting: int, num_workers: int) -> str:
         return (
             f"each worker needs {ranks} GPUs of one Ray node (engine.tensor_parallel), and the nodes' GPUs suffice for "
             f"{num_fitting} of {num_workers} workers: add GPUs, or lower engine.tensor_parallel, cluster.prefill or "
-            f"cluster.decode; if nodes are still to come, set cluster.gpus_per_worker to {ranks}"
+            f"cluster.decode; if more nodes will join, set cluster.gpus_per_worker to {ranks}"
         )
     return (
         f"the Ray nodes with GPUs have room for {num_fitting} of {num_workers} workers, by their resource "
-        "`baton_worker` and their pools (label baton.dev/pool): raise the resource where those nodes are started, or "
-        "lower cluster.prefill or cluster.decode; if nodes are still to come, set cluster.gpus_per_worker"
+        "`baton_worker` and their pools (label baton.dev/pool): start those nodes with more of the resource, or "
+        "lower cluster.prefill or cluster.decode; if more nodes will join, set cluster.gpus_per_worker"
     )

@@ -1,9 +1,9 @@
-"""A Ray cluster of this machine alone, for the life of this process.
+"""A Ray cluster on this machine only, for the life of this process.
 
     python -m deploy.ray_pools.head --ready-fd N [--workers N] [--folder FOLDER]
 
-It reports on the descriptor, in one line of JSON, `{"address": "HOST:PORT"}`, or an error of Baton's tree. SIGTERM ends
-it. It also prints the workers' output, because it lives longer than the controller that starts them.
+It writes one line of JSON to the descriptor: `{"address": "HOST:PORT"}`, or an error of Baton's tree. SIGTERM ends it.
+It also prints the workers' output, because it outlives the controller that starts them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deploy.ray_pools.ray_import import ray
 
 CHECK_S = 0.5
 END_S = 3.0
-"""Time in which Ray's own processes may end by themselves, once Ray is shut down."""
+"""Time for Ray's own processes to exit after Ray's shutdown."""
 
 
 def main() -> None:
@@ -37,18 +37,20 @@ def main() -> None:
     parser.add_argument(
         "--ready-fd", type=int, required=True, help="inherited descriptor to which the head writes its address"
     )
-    parser.add_argument("--workers", type=int, default=1, help="how many begin at once: Ray has their processes ready")
-    parser.add_argument("--folder", default="", help="where Ray has its sockets and logs; without, its own place")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="workers that start at once: Ray prepares their processes"
+    )
+    parser.add_argument("--folder", default="", help="folder of Ray's sockets and logs; empty: Ray's default")
     arguments = parser.parse_args()
     ready_fd: int = arguments.ready_fd
-    with contextlib.suppress(ImportError):  # a Ray with other parts starts as it does by itself
+    with contextlib.suppress(ImportError):  # a Ray release with other internals starts normally
         from deploy.ray_pools.lean_node import LeanNode
 
         ray._private.node.Node = LeanNode
     try:
         ray.init(
             address="local",
-            # Workers ask for none. So many processes Ray begins before they are asked for, and no more at a time.
+            # Workers request no CPU. Ray prestarts this many processes, and starts at most this many at a time.
             num_cpus=max(1, min(arguments.workers, os.cpu_count() or 1)),
             resources={RESOURCE: MAX_WORKERS},
             include_dashboard=False,
@@ -58,14 +60,14 @@ def main() -> None:
             _node_ip_address="127.0.0.1",
             _temp_dir=arguments.folder or None,
         )
-    except Exception as error:  # Ray has no class of its own for this
+    except Exception as error:  # Ray has no narrower class for this
         failed = to_failed(ConfigError(f"Ray does not start: {error}"))
         tell_parent(ready_fd, **dataclasses.asdict(failed))
         sys.exit(in_line(failed.message))
-    ray._private.worker.global_worker._filter_logs_by_job = False  # the workers are of the controllers' jobs
+    ray._private.worker.global_worker._filter_logs_by_job = False  # the workers belong to the controllers' jobs
     own = psutil.Process().children(recursive=True)
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # again: Ray has put its own handler in place
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # replaces Ray's own handler
     tell_parent(ready_fd, address=ray.get_runtime_context().gcs_address)
     node = ray._private.worker._global_node
     try:
@@ -78,7 +80,7 @@ def main() -> None:
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """Kills those that do not end: an agent of Ray reports its raylet's death to the GCS, which is gone as well."""
+    """Kill processes that do not exit: an agent of Ray tries to report its raylet's death to a GCS that is gone."""
     _, left = psutil.wait_procs(processes, timeout=END_S)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):

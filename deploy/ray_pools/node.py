@@ -1,21 +1,20 @@
-"""The first process of a container that is a Ray node: it runs Ray, and what workers write reaches its standard output.
+"""First process of a container that is a Ray node: runs Ray, and relays the workers' output to its standard output.
 
     python -P -m deploy.ray_pools.node --folder FOLDER [--log-format json] -- ray start --block ...
 
-Ray keeps what its actors and their children write in files of its own, which `kubectl logs` and collectors of logs do
-not see. Here a worker's actor finds a socket (`SOCKET` in Ray's environment; `deploy.ray_pools.node_link` is the other
-end):
+Ray writes the output of its actors and their children to files, which `kubectl logs` and log collectors do not see.
+Instead, a worker's actor connects to a socket (`SOCKET` in Ray's environment; `deploy.ray_pools.node_link` is the
+client):
 
-output    all that the worker and its children write, a line at a time
+output    the output of the worker and its children, line by line
 state     `starting`, `ready`, `away` (it does not answer, or takes no new work), `ended`, with a reason
-latest    is answered with the latest lines that workers of this id have written here (`worker.log` asks)
+latest    returns the latest lines of workers with this id on this node (used by `worker.log`)
 
-Probes find in the folder: `workers`, which says what each worker here does; `ready`, which is there while every worker
-that Ray has placed here, and at least one, takes traffic; and `started`, from the first time on that this is so, or
-once there has been no worker for `IDLE_S`.
+The folder has files for probes: `workers` with the state of each worker; `ready`, which exists while there is a worker
+and all workers on this node accept traffic; and `started`, which exists since the node was first ready, or has had no
+worker for `IDLE_S`.
 
-SIGTERM and SIGINT are passed on to Ray. The exit status is Ray's. As a container's first process it also reaps others'
-orphans.
+SIGTERM and SIGINT are forwarded to Ray. The exit status is Ray's. As a container's first process it also reaps orphans.
 """
 
 from __future__ import annotations
@@ -43,22 +42,22 @@ from typing import Any
 from baton.visible import in_line
 
 SOCKET = "NODE_SOCKET"
-"""The environment variable by which actors find the socket."""
+"""Environment variable with the path of the socket for actors."""
 IDLE_S = 60.0
 """Time without a worker after which a node counts as started: there is no model to wait for."""
 MAX_LINE = 2**16
-"""Bytes of a line; of a longer one the rest comes as further lines."""
+"""Maximum bytes of a line; longer lines are split."""
 MAX_KEPT_LINES, MAX_KEPT_BYTES, MAX_KEPT_IDS = 400, 4096, 16
-"""The latest lines of a worker that are kept in memory, bytes of each, and ids of which they are kept: the latest."""
+"""Limits of the lines in memory: latest lines per worker, bytes per line, and latest worker ids."""
 LAST_WORDS_S = 2.0
-"""Longest wait, after Ray's end, for what was written before it."""
+"""Timeout, after Ray's end, for the remaining output."""
 TICK_S = 1.0
 LEVELS = {"starting": "INFO", "ready": "INFO", "away": "WARNING", "ended": "ERROR", "left": "INFO"}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line about a worker, or of one, that is not a log line of Baton's own."""
+    """Line about a worker, or of a worker, that is not one of Baton's log lines."""
 
     level: str
     logger: str
@@ -67,14 +66,14 @@ class Entry:
 
 
 class Lines:
-    """Writes whole lines to a file descriptor, all in one form (`baton.telemetry.logs`)."""
+    """Writer of whole lines to a file descriptor, in the format of `baton.telemetry.logs`."""
 
     def __init__(self, fd: int, log_format: str) -> None:
         self._fd = fd
         self._is_json = log_format == "json"
 
     def relay(self, line: bytes, logger: str, worker: str = "") -> None:
-        """Writes a line of another process; one that is no log line in JSON becomes such a line."""
+        """Write a line of another process. In JSON format, other lines are converted to JSON log lines."""
         text = line.decode(errors="replace").rstrip("\r\n")
         if not self._is_json:
             self._write(f"[{worker}] {text}" if worker else text)
@@ -88,7 +87,7 @@ class Lines:
             self.write(Entry("INFO", logger, text, worker))
 
     def write(self, entry: Entry) -> None:
-        """Writes a line of this process's own."""
+        """Write a line of this process."""
         now = datetime.now(UTC).isoformat(timespec="microseconds")
         if self._is_json:
             parts = {"timestamp": now, "level": entry.level, "logger": entry.logger, "process": os.getpid()}
@@ -106,10 +105,10 @@ class Lines:
 
 @dataclass(slots=True)
 class WorkersHere:
-    """The workers that Ray has placed on this node, by id: what each does, in words. Pure.
+    """States of the workers that Ray has placed on this node, by id, in words. Pure.
 
     Args:
-        since_s: the time since which there has been no worker.
+        since_s: time since which there has been no worker.
     """
 
     since_s: float
@@ -119,28 +118,28 @@ class WorkersHere:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a worker, and each takes traffic."""
+        """True if there is a worker, and all workers accept traffic."""
         return bool(self.says) and self.says.keys() == self._ready
 
     def become(self, worker: str, state: str, reason: str) -> None:
-        """Notes what a worker does now."""
+        """Record a worker's state."""
         self.says[worker] = f"{worker} {in_words(state, reason)}"
         (self._ready.add if state == "ready" else self._ready.discard)(worker)
         self.is_started |= self.is_ready
 
     def forget(self, worker: str, now_s: float) -> None:
-        """Notes that a worker is gone."""
+        """Record that a worker is gone."""
         self.says.pop(worker, None)
         self._ready.discard(worker)
         self.since_s = now_s
 
     def look(self, now_s: float) -> None:
-        """Notes that time has passed."""
+        """Update the state for the current time."""
         self.is_started |= not self.says and now_s - self.since_s >= IDLE_S
 
 
 def in_words(state: str, reason: str) -> str:
-    """A worker's state as a predicate."""
+    """Return a worker's state as a predicate."""
     if state == "ended" and reason:
         return reason
     words = {"starting": "starts", "ready": "takes traffic", "away": "takes no traffic", "left": "has left"}
@@ -148,10 +147,10 @@ def in_words(state: str, reason: str) -> str:
 
 
 class Node:
-    """What actors say, and what probes find.
+    """Server for the actors' reports, and writer of the probes' files.
 
     Args:
-        folder: where the socket and the probes' files are. It is made anew.
+        folder: folder of the socket and the probes' files. It is recreated.
     """
 
     def __init__(self, folder: Path, lines: Lines) -> None:
@@ -162,16 +161,16 @@ class Node:
         self._workers = WorkersHere(time.monotonic())
         self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._latest: dict[str, deque[bytes]] = {}
-        """The latest lines by worker; the last has written last."""
+        """Latest lines by worker; the most recent writer comes last."""
         self._show()
 
     @property
     def address(self) -> Path:
-        """Where actors connect."""
+        """Path of the socket for actors."""
         return self._folder / "socket"
 
     async def serve(self, ray: socket.socket) -> None:
-        """Takes what actors write, and Ray itself, until Ray has ended and the actors with it."""
+        """Relay the output of actors and of Ray until Ray and the actors have ended."""
         server = await asyncio.start_unix_server(self._connected, self.address, limit=MAX_LINE)
         self.address.chmod(0o600)
         async with server:
@@ -188,7 +187,7 @@ class Node:
             await asyncio.gather(*self._connections)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """An actor's connection: its first line says of which worker, and what follows."""
+        """Serve an actor's connection, whose first line names the worker and the stream."""
         connection = asyncio.current_task()
         assert connection is not None
         self._connections[connection] = writer
@@ -235,7 +234,7 @@ class Node:
         self._show()
 
     def _show(self) -> None:
-        """Writes the probes' files."""
+        """Write the probes' files."""
         text = "; ".join(self._workers.says.values()) or "no worker is here"
         temporary = self._folder / "workers.new"
         temporary.write_text(text + "\n")
@@ -248,7 +247,7 @@ class Node:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """The next line, or the first part of one that is too long; empty: there is none any more."""
+    """Return the next line, or the first part of a line that is too long; empty: end of the stream."""
     try:
         return await reader.readuntil(b"\n")
     except asyncio.LimitOverrunError as error:
@@ -260,7 +259,7 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 
 
 def run(command: Sequence[str], folder: Path, lines: Lines) -> int:
-    """Runs Ray until it ends, and returns its exit status as a shell would.
+    """Run Ray until it ends, and return its exit status like a shell.
 
     Raises:
         OSError: the command cannot be run.
@@ -280,7 +279,7 @@ def run(command: Sequence[str], folder: Path, lines: Lines) -> int:
 
 
 class Signals:
-    """Takes the signals that are Ray's, those too that come before there is a Ray."""
+    """Forwarder of signals to Ray, including those that arrive before Ray has started."""
 
     def __init__(self) -> None:
         self._pid = 0
@@ -289,7 +288,7 @@ class Signals:
             signal.signal(number, self._take)
 
     def pass_on_to(self, pid: int) -> None:
-        """Sends them to that process from now on."""
+        """Forward signals to that process from now on."""
         self._pid = pid
         for number in self._early:
             os.kill(pid, number)
@@ -306,7 +305,7 @@ def _serve(node: Node, ray: socket.socket) -> None:
 
 
 def _reap_until(pid: int) -> int:
-    """Waits for children, orphans that have become ours included, until that one has ended."""
+    """Reap children, including adopted orphans, until the given one has ended."""
     while True:
         ended, status = os.wait()
         if ended == pid:
@@ -316,9 +315,9 @@ def _reap_until(pid: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.ray_pools.node", description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", type=Path, required=True, help="where the socket and the probes' files are")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the socket and the probes' files")
     parser.add_argument("--log-format", choices=["text", "json"], default="text")
-    parser.add_argument("command", nargs="+", help="that runs Ray, after --")
+    parser.add_argument("command", nargs="+", help="command that runs Ray, after --")
     args = parser.parse_args()
     sys.exit(run(args.command, args.folder, Lines(sys.stdout.fileno(), args.log_format)))
 

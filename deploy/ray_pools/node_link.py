@@ -1,5 +1,7 @@
-"""A worker's actor, as the first process of its container sees it (`deploy.ray_pools.node`): where the worker's output
-goes, and what the worker does. Elsewhere, as on a laptop, there is no such process, and nothing is said.
+"""Connection from a worker's actor to the first process of its container (`deploy.ray_pools.node`).
+
+It carries the worker's output and state. Outside containers, as on a laptop, there is no such process, and nothing is
+reported.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ from baton.tls import Tls
 from deploy.ray_pools.node import SOCKET
 
 ASK_S = 2.0
-"""Interval between the questions whether a worker takes traffic."""
+"""Interval between health checks of a worker."""
 ANSWER_S = 5.0
-"""Longest wait for the answer."""
+"""Timeout of a health check."""
 
 
 class NodeLink:
-    """Says what one worker does.
+    """Reporter of one worker's state.
 
     Args:
-        path: of the node's socket; empty: there is none.
+        path: path of the node's socket; empty: there is none.
 
     Raises:
-        WorkerFailed: nobody listens there; its container is about to end.
+        WorkerFailed: no process listens there, because its container is about to end.
     """
 
     def __init__(self, path: str, worker_id: str) -> None:
@@ -44,20 +46,20 @@ class NodeLink:
 
     @classmethod
     def of(cls, environ: Mapping[str, str], worker_id: str) -> NodeLink:
-        """The link to the node whose environment this is."""
+        """Return the connection to the node with this environment."""
         return cls(environ.get(SOCKET, ""), worker_id)
 
     @property
     def path(self) -> str:
-        """Where the node's socket is; empty: there is none."""
+        """Path of the node's socket; empty: there is none."""
         return self._path
 
     def output(self) -> socket.socket | None:
-        """A socket for all that the worker's process writes, which the caller closes; None: it writes where we do."""
+        """Return a socket for the worker's output, which the caller closes; None: it shares this process's output."""
         return self._connected("output")
 
     def say(self, state: str, reason: str = "") -> None:
-        """Says what the worker does now, unless that was said last."""
+        """Report the worker's state if it has changed."""
         if self._states is None or state == self._said:
             return
         self._said = state
@@ -65,12 +67,12 @@ class NodeLink:
             self._states.sendall(json.dumps({"state": state, "reason": reason}).encode() + b"\n")
 
     def close(self) -> None:
-        """Says no more: for the node, the worker is gone."""
+        """Stop reporting: for the node, the worker is gone."""
         if self._states is not None:
             self._states.close()
 
     async def watch(self, address: str, tls: Tls | None) -> None:
-        """Asks the worker at that address whether it takes traffic, and says so, until cancelled."""
+        """Check the health of the worker at that address and report it, until cancelled."""
         if self._states is None:
             return
         async with channel(address, tls) as link:
@@ -93,7 +95,7 @@ class NodeLink:
 
 
 async def why_away(link: grpc.aio.Channel) -> str:
-    """The reason why a worker takes no traffic; empty: it does."""
+    """Return the reason why a worker accepts no traffic; empty: it does."""
     try:
         stub: Any = health_pb2_grpc.HealthStub(link)
         answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_S)
@@ -103,7 +105,7 @@ async def why_away(link: grpc.aio.Channel) -> str:
 
 
 def end_in_words(status: int) -> str:
-    """How a process ended, from its exit status as `subprocess` reports it; empty: as it should."""
+    """Describe the end of a process by its exit status from `subprocess`; empty: a normal exit."""
     if status == 0:
         return ""
     if status > 0:

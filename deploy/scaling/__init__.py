@@ -1,8 +1,8 @@
-"""The autoscaler: how many workers each pool should have, by what the cluster measures of itself.
+"""The autoscaler: computes the size of each pool from the cluster's measurements.
 
-    window         two states of the cluster -> what happened between them            pure
-    policy         that, and the settings -> sizes of both pools, and why             pure
-    autoscaler     observes, decides, orders; runs in the controller
+    window         two states of the cluster -> measurements of the time between      pure
+    policy         measurements and settings -> sizes of both pools, with reasons     pure
+    autoscaler     observes, decides, scales; runs in the controller
     command        `baton autoscale`
 
 `baton simulate --autoscale` runs the first two on workers in virtual time.

@@ -1,11 +1,11 @@
-"""The loop around the policy: observes a window, decides, orders. The controller runs it.
+"""Loop around the policy: observes a window, decides, scales. The controller runs it.
 
     observe -> window_s -> observe -> measure -> decide -> log -> orders: role changes, one at a time; then sizes
        ^                                                              |
        +--------------------------------------------------------------+
 
-An order that fails is logged with its reason, and the rest of that decision is dropped: the next one is made after the
-cool-down. A new controller has everything it needs after one cool-down.
+If a command fails, its reason is logged and the rest of that decision is dropped; the next decision follows after the
+cool-down. A new controller has all its data after one cool-down.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ObserveCluster = Callable[[], Awaitable[ClusterStatus]]
-"""Returns the cluster as it is now. Raises BatonError while it cannot be observed."""
+"""Returns the current state of the cluster. Raises BatonError while it cannot be observed."""
 OnDecided = Callable[[ScalingDecision], None]
-"""Called with every decision, before it is carried out."""
+"""Called with every decision before it is carried out."""
 
 
 class ScalingOrders(Protocol):
-    """Orders of the autoscaler to the controller. Both raise BatonError where an order cannot be carried out."""
+    """Commands of the autoscaler to the controller. Both raise BatonError if they cannot be carried out."""
 
     async def scale(self, pool: Role, num_workers: int) -> object:
-        """Sets how many workers a pool should have."""
+        """Set the desired number of workers of a pool."""
 
     async def set_role(self, worker_id: str, role: Role) -> object:
-        """Moves a worker to the other pool; both desired sizes follow. Returns when it is done."""
+        """Move a worker to the other pool and adjust both desired sizes. Returns when done."""
 
 
 class Autoscaler:
-    """The loop around the policy.
+    """Loop around the policy.
 
     Args:
-        observe: while it raises BatonError there are no windows.
+        observe: returns the cluster; while it raises BatonError there are no windows.
         clock: returns monotonic seconds.
     """
 
@@ -73,13 +73,13 @@ class Autoscaler:
         self._before: tuple[float, ClusterStatus] | None = None
 
     async def run(self) -> None:
-        """Measures, decides and orders until cancelled."""
+        """Measure, decide and scale until cancelled."""
         while True:
             await self.step()
             await asyncio.sleep(self._config.window_s)
 
     async def step(self) -> ScalingDecision | None:
-        """Ends a window, and carries out what follows from it. None: the first one has only begun."""
+        """End a window, and carry out its decision. None: the first window has only started."""
         try:
             status = await self._observe()
         except BatonError as error:
@@ -98,7 +98,7 @@ class Autoscaler:
             logger.info("autoscaler: %s -> %s. %s", decision.before, decision.sizes, " ".join(decision.reasons))
             if not self._config.dry_run:
                 await self._carry_out(decision, status)
-                # Both the cool-down and the next window begin after the changes, which may take a while.
+                # Both the cool-down and the next window start after the changes, which may take a while.
                 self._state, self._before = replace(self._state, acted_s=self._clock()), None
         return decision
 
@@ -124,12 +124,12 @@ class Autoscaler:
 
 
 def to_flip(flips: Flips, status: ClusterStatus) -> list[Worker]:
-    """The workers with the least work; fewer than asked for where no more are ready."""
+    """Return the ready workers with the least work, at most the requested number."""
     ready = [w for w in status.workers if w.info.role is not flips.role and w.load.state is WorkerState.READY]
     return sorted(ready, key=lambda w: (w.load.running + w.load.waiting, w.load.queued_tokens, w.info.id))[: flips.num]
 
 
 def strictest(config: RouterConfig) -> Objective:
-    """The strictest objective of all classes: pools that keep it keep the others, too."""
+    """Return the strictest objective of all classes: pools that meet it also meet the others."""
     classes = config.slo_classes.values()
     return Objective(min(slo.ttft_ms for slo in classes) / 1e3, min(slo.itl_ms for slo in classes) / 1e3)

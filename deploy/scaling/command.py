@@ -1,4 +1,4 @@
-"""`baton autoscale --dry-run`: what the autoscaler would do with a running cluster, and why."""
+"""`baton autoscale --dry-run`: shows the autoscaler's decision for a running cluster, with reasons."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 AT_ONCE_S = 1e-3
-"""A cool-down that is over when the first window is."""
+"""Cool-down that ends before the first window does."""
 
 
 class _NoOrders:
-    """Orders of a dry run, which are not carried out."""
+    """Commands of a dry run, which must not be called."""
 
     async def scale(self, pool: Role, num_workers: int) -> None:
         raise AssertionError("a dry run orders nothing")
@@ -44,10 +44,10 @@ class _NoOrders:
 
 
 def run(client: Client, config: Config, seconds: float, watch: bool, as_json: bool) -> None:
-    """Measures a window of `seconds`, or one after the other, and prints the decision of each.
+    """Measure one window of `seconds`, or consecutive ones, and print the decision of each.
 
-    Without `watch` there is no cool-down: it is what would be done if nothing had been of late. Raises BatonError where
-    the cluster does not answer.
+    Without `watch` there is no cool-down, as if nothing had changed recently. Raises BatonError if the cluster does not
+    answer.
     """
     asyncio.run(_run(client, config, seconds, watch, as_json))
 
@@ -61,7 +61,7 @@ async def _run(client: Client, config: Config, seconds: float, watch: bool, as_j
         return status_of(await asyncio.to_thread(client.status))
 
     autoscaler = Autoscaler(config, observe, _NoOrders(), on_decided=lambda decision: show(decision, as_json))
-    await observe()  # what cannot be reached is reported at once
+    await observe()  # an unreachable cluster is reported immediately
     Terminal(stderr=True, highlight=False).print(f"==> Measuring for {seconds:g} s", style="dim")
     if watch:
         await autoscaler.run()
@@ -81,7 +81,7 @@ def show(decision: ScalingDecision, as_json: bool) -> None:
 
 
 def summary(decision: ScalingDecision) -> str:
-    """The orders, in their order."""
+    """Return the changes, in their order."""
     orders = []
     if flips := decision.flips:
         orders.append(f"{flips.num} of the other pool become {flips.role} workers")
@@ -91,7 +91,7 @@ def summary(decision: ScalingDecision) -> str:
 
 
 def as_dict(decision: ScalingDecision) -> dict[str, Any]:
-    """One window, for JSON output."""
+    """Return the decision of one window, for JSON output."""
 
     def by_role(sizes: Any) -> dict[str, int]:
         return {role.value: sizes.of(role) for role in Role}
@@ -112,7 +112,7 @@ def as_dict(decision: ScalingDecision) -> dict[str, Any]:
 
 
 def status_of(report: dict[str, Any]) -> ClusterStatus:
-    """The part of `baton status --json` that the autoscaler reads."""
+    """Return the cluster's state from `baton status --json`, as far as the autoscaler reads it."""
     return ClusterStatus(
         pools={name: PoolStatus(pool["desired"], pool["ready"]) for name, pool in report["pools"].items()},
         workers=tuple(_worker(worker) for worker in report["workers"]),

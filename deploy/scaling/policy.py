@@ -1,31 +1,33 @@
-"""How many workers each pool should have: a pure function of the measurements, with its reasons in words.
+"""Scaling policy: a pure function from measurements to the sizes of both pools, with its reasons in words.
 
-Both pools are sized together, in workers' worth of load:
+Both pools are sized together. Load is measured in numbers of fully busy workers:
 
-    prefill = time spent on prompts, wherever they were computed / time
+    prefill = time spent on prompts, on any worker / time
     decode  = max(sequences / 0.7 of those that one worker decodes within the ITL objective, KV in use / 0.9 of its KV)
-    backlog = time that the queue takes / TTFT objective
+    backlog = time to compute the queue / TTFT objective
 
-all of them times (requests that arrived / requests that were admitted), since refused requests are load as well. A
-pool's utilisation is its need over its size. Little's law is in the measurements: sequences are arrivals times
+Each is multiplied by (requests that arrived / requests that were admitted), because refused requests are load as well.
+A pool's utilisation is its need divided by its size. Little's law is in the measurements: sequences are arrivals times
 residence. In mode `auto` decode workers also compute prompts, which delays their tokens; so prompts count as load of
 the prefill pool.
 
-A split is judged by the greatest utilisation of a pool, without the backlog: under overload `prefill` and `decode` come
-from the same admitted requests, so that their ratio stays true, while a queue contains no information on decoding.
-Decoding has the wider margin: a decode worker above its limit delays all of its answers, whereas excess prompts are
-refused one by one. A pool above the target gets workers from the other one if that lowers the greatest utilisation
-noticeably, and only then (or if both together are too few, with the backlog) new ones. Utilisation drives the sizes.
-Goodput saturates at 1 and does not show slack, so it is only a guard: no worker is stopped while requests miss their
-objectives.
+A distribution of workers is judged by the greatest utilisation of a pool, without the backlog. Under overload `prefill`
+and `decode` come from the same admitted requests, so their ratio stays correct, while a queue contains no information
+on
+decoding. Decoding has the wider margin: a decode worker above its limit delays all of its responses, whereas excess
+prompts are refused one by one. A pool above the target first gets workers from the other one, if that lowers the
+greatest utilisation noticeably. Otherwise, or if both together are too small with the backlog, it gets new ones.
+Utilisation
+determines the sizes. Goodput saturates at 1 and does not show slack, so it is only a guard: no worker is stopped while
+requests miss their objectives.
 
-Against oscillation, measurements are smoothed, a cool-down follows every change, a worker is stopped only if the pools
-would have stayed far below the target without it for long, and nothing is decided during a change of role. Sizes are
-absolute numbers derived from the load, so that a repeated decision repeats the order. The only memory is a
-`PolicyState`; a controller that has lost it begins with a cool-down.
+To prevent oscillation, measurements are smoothed, a cool-down follows every change, a worker is stopped only if the
+pools would have stayed far below the target without it for a long time, and nothing is decided during a change of role.
+Sizes are absolute numbers derived from the load, so a repeated decision gives the same result. The only memory is a
+`PolicyState`; a controller that has lost it starts with a cool-down.
 
 The signals are those of NVIDIA Dynamo's planner and llm-d's workload variant autoscaler (projected TTFT, KV use, ITL
-against objectives; nothing started while something is about to be); the function with bounds and delays around it is
+against objectives; no start while another one is in progress). The function with bounds and delays around it follows
 Ray Serve's scaling policy.
 """
 
@@ -43,15 +45,15 @@ if TYPE_CHECKING:
     from router.placement import Objective
 
 ITL_LIMIT = 0.7
-"""Share of the sequences with which a worker just keeps the objective: they come in bursts, and not evenly."""
+"""Share of the sequences with which a worker just meets the objective, because arrivals are bursty and uneven."""
 KV_LIMIT = 0.9
 """Share of a worker's KV above which sequences wait or are preempted."""
 SLACK = 0.7
-"""A worker is stopped where the others would be at this share of the target: so far off that noise does not matter."""
+"""A worker is stopped if the others would then be at this share of the target, so low that noise does not matter."""
 BETTER = 0.85
-"""Workers change their roles if the greatest utilisation falls to this share of what it is."""
+"""Workers change their roles if the greatest utilisation falls to this share of its current value."""
 MOST_REFUSED = 4.0
-"""Requests that come for each that is admitted, at most: a bound on what refusals can order."""
+"""Maximum ratio of arrived to admitted requests: it limits the influence of refusals."""
 
 
 def decide(
@@ -63,11 +65,11 @@ def decide(
     *,
     mode: str = "auto",
 ) -> ScalingDecision:
-    """Sizes for both pools.
+    """Decide the sizes of both pools.
 
     Args:
-        objective: the objective of most requests.
-        now_s: the window's end, on the clock of `state`.
+        objective: the objective to size for.
+        now_s: end of the window, on the clock of `state`.
         mode: the routers' mode; in `aggregated`, decode workers do all the work.
     """
     latest, reasons = _needs(measured, objective)
@@ -116,7 +118,7 @@ def decide(
 
 
 def _in_words(needs: Needs, sizes: Sizes, pressure: float, target: float) -> str:
-    """How busy the pools are, against the target utilisation."""
+    """Describe the pools' utilisation in relation to the target."""
     side = "above" if pressure > target else "within"
     return (
         f"{sizes} workers, for the work of {needs.prefill:.1f}:{needs.decode:.1f} and a backlog of "
@@ -125,7 +127,7 @@ def _in_words(needs: Needs, sizes: Sizes, pressure: float, target: float) -> str
 
 
 def _needs(measured: Measured, objective: Objective) -> tuple[Needs, list[str]]:
-    """The needs in this window, and their derivation in words."""
+    """Return the needs in this window, and their derivation in words."""
     prefill, decode = measured.prefill, measured.decode
     admitted = measured.met + measured.missed
     refused = (
@@ -151,7 +153,7 @@ def _needs(measured: Measured, objective: Objective) -> tuple[Needs, list[str]]:
 
 
 def sequences_within(costs: StepCosts, itl_s: float, num_context_tokens: float) -> float:
-    """How many sequences one worker decodes with steps that keep the objective; at least 1."""
+    """Return how many sequences one worker decodes in steps that meet the objective; at least 1."""
     room_s = ITL_TARGET * itl_s - costs.s_overhead
     s_per_sequence = costs.s_per_sequence + costs.s_per_kv_token * num_context_tokens
     with_weights = (room_s - costs.s_weights) / s_per_sequence if s_per_sequence else math.inf
@@ -160,7 +162,7 @@ def sequences_within(costs: StepCosts, itl_s: float, num_context_tokens: float) 
 
 
 def _smoothed(state: PolicyState, latest: Needs, config: AutoscaleConfig) -> PolicyState:
-    """The mean of the windows so far, and then a moving average over the cool-down."""
+    """Return the state with smoothed needs: the mean of all windows, later a moving average over the cool-down."""
     num_windows = state.num_windows + 1
     if state.needs is None:
         return replace(state, needs=latest, num_windows=num_windows)
@@ -174,7 +176,7 @@ def _smoothed(state: PolicyState, latest: Needs, config: AutoscaleConfig) -> Pol
 
 
 def _why_wait(measured: Measured, state: PolicyState, config: AutoscaleConfig, now_s: float) -> str:
-    """The reason why nothing may change now, whatever is measured; empty: there is none."""
+    """Return the reason why nothing may change now, independent of the measurements; empty: there is none."""
     if num := measured.prefill.draining + measured.decode.draining:
         return f"{num} workers are leaving their pool: nothing changes meanwhile."
     if not measured.prefill.ready + measured.decode.ready:
@@ -185,7 +187,7 @@ def _why_wait(measured: Measured, state: PolicyState, config: AutoscaleConfig, n
 
 
 def _relieved(needs: Needs, before: Sizes, bounds: _Bounds, measured: Measured, target: float) -> tuple[Sizes, str]:
-    """More workers for the pool that is pressed, from the other one as far as that helps."""
+    """Return sizes with more workers for the overloaded pool, taken from the other one as far as that helps."""
     wanted = bounds.num_workers(needs, target)
     num_coming = before.total - measured.prefill.ready - measured.decode.ready
     total = bounds.clip(before.total if num_coming > 0 else max(before.total, wanted))
@@ -204,7 +206,7 @@ class _Bounds:
     config: AutoscaleConfig
     measured: Measured
     is_aggregated: bool
-    """Whether the prefill pool is unused: workers may leave it, and none joins."""
+    """The prefill pool is unused: workers may leave it, but none joins."""
 
     @property
     def _most(self) -> int:
@@ -228,7 +230,7 @@ class _Bounds:
         return max(self._min_prefill + self.config.min_decode, min(total, most))
 
     def num_workers(self, needs: Needs, utilisation: float) -> int:
-        """The total for which no pool is above the target, including the backlog, within the bounds."""
+        """Return the total for which no pool exceeds the target, including the backlog, within the bounds."""
         prefill = math.ceil((needs.prefill + needs.backlog) / utilisation)
         decode = math.ceil(needs.decode / utilisation)
         return max(self._min_prefill, prefill) + max(self.config.min_decode, decode)
@@ -239,7 +241,7 @@ class _Bounds:
         return in_prefill and in_decode and sizes.total <= self._most
 
     def best(self, needs: Needs, before: Sizes, total: int) -> Sizes:
-        """The split of `total` workers with the least utilisation; of equal ones that which changes least."""
+        """Return the distribution of `total` workers with the lowest utilisation, then the fewest changes."""
         splits = (Sizes(prefill, total - prefill) for prefill in range(total))
         return min(
             filter(self.allow, splits),
@@ -247,9 +249,9 @@ class _Bounds:
         )
 
     def one_less(self, needs: Needs, before: Sizes) -> Sizes | None:
-        """Returns the best sizes with one worker less; None if the bounds forbid them."""
+        """Return the best sizes with one worker less; None if the bounds forbid them."""
         if not self.config.max_workers:
-            return None  # who is stopped could not be started again
+            return None  # a stopped worker could not be restarted
         found = [Sizes(before.prefill - 1, before.decode), Sizes(before.prefill, before.decode - 1)]
         allowed = [sizes for sizes in found if min(sizes.prefill, sizes.decode) >= 0 and self.allow(sizes)]
         return min(allowed, key=needs.utilisation, default=None)

@@ -1,4 +1,4 @@
-"""The vocabulary of the autoscaler: sizes, measurements, needs, and the decision with its memory."""
+"""Values of the autoscaler: sizes, measurements, needs, and the decision with its memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.costs import PRIOR, StepCosts
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Workers."""
+    """Number of workers in each pool."""
 
     prefill: int
     decode: int
@@ -29,20 +29,20 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolMeasured:
-    """One pool in a window, measured on its ready workers."""
+    """Measurements of one pool in a window, from its ready workers."""
 
     desired: int
-    """The size that was ordered last."""
+    """Current desired size."""
     ready: int
     draining: int = 0
     prompt_load: float = 0.0
-    """Workers' worth of time that went into computing prompts."""
+    """Time spent on prompts, as a number of fully busy workers."""
     queued_tokens: int = 0
-    """Prompt tokens that are not computed at the window's end."""
+    """Prompt tokens that are not computed at the end of the window."""
     tokens_per_s: float = math.inf
-    """Prompt tokens that one worker computes in a second."""
+    """Prompt tokens per second of one worker."""
     num_sequences: float = 0.0
-    """Held at a time, with those that are about to come."""
+    """Mean number of running and waiting sequences."""
     num_context_tokens: float = 0.0
     """Mean context length of one sequence."""
     kv_use: float = 0.0
@@ -53,7 +53,7 @@ class PoolMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A window."""
+    """Measurements of a window."""
 
     prefill: PoolMeasured
     decode: PoolMeasured
@@ -72,21 +72,21 @@ class Measured:
 
     @property
     def goodput(self) -> float:
-        """Share of the requests that met their objectives; 1 where none came."""
+        """Share of the requests that met their objectives; 1 if there were none."""
         return self.met / self.num_requests if self.num_requests else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Workers that would be busy all the time."""
+    """Load of the pools, as numbers of fully busy workers."""
 
     prefill: float
     decode: float
     backlog: float = 0.0
-    """Prefill workers that clear the queue within the TTFT objective."""
+    """Prefill workers needed to clear the queue within the TTFT objective."""
 
     def utilisation(self, sizes: Sizes) -> float:
-        """The greater utilisation of the two pools. Without a prefill pool, prompts are load of the other."""
+        """Return the greater utilisation of the two pools. Without a prefill pool, prompts are load of the other."""
         return max(self.utilisation_by_role(sizes).values())
 
     def utilisation_by_role(self, sizes: Sizes) -> dict[Role, float]:
@@ -95,48 +95,48 @@ class Needs:
         return {Role.PREFILL: self.prefill / sizes.prefill, Role.DECODE: self.decode / max(sizes.decode, 1)}
 
     def pressure(self, sizes: Sizes) -> float:
-        """Returns the utilisation with the backlog counted as prefill work."""
+        """Return the utilisation with the backlog counted as prefill work."""
         return replace(self, prefill=self.prefill + self.backlog, backlog=0.0).utilisation(sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyState:
-    """The memory between two decisions."""
+    """Memory between two decisions."""
 
     acted_s: float = -math.inf
-    """When something was ordered last."""
+    """Time of the last change."""
     needs: Needs | None = None
-    """Smoothed."""
+    """Smoothed needs."""
     num_windows: int = 0
     """Number of windows in `needs`."""
     quiet_since_s: float = math.inf
-    """Time since which the pools have had a worker too many; infinite: they have not."""
+    """Time since which the pools have had a surplus worker; infinite: they have none."""
     sizes: Sizes | None = None
     """Sizes in the latest window; None: there was none. `quiet_since_s` restarts when they change."""
 
     @classmethod
     def fresh(cls, now_s: float) -> PolicyState:
-        """The memory of a new controller, which does not know earlier orders."""
+        """Return the memory of a new controller, which does not know earlier changes."""
         return cls(acted_s=now_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Flips:
-    """Numbers of workers that change their roles."""
+    """Changes of role."""
 
     num: int
     role: Role
-    """The new one."""
+    """The new role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingDecision:
-    """Orders, in this order: `flips`, then the pools to `sizes`."""
+    """Changes to make: first `flips`, then the pools to `sizes`."""
 
     before: Sizes
     sizes: Sizes
     reasons: tuple[str, ...]
-    """Sentences: what was measured, against which limit, and what follows."""
+    """Sentences with the measurements, their limits, and the conclusion."""
     needs: Needs
     """Smoothed needs after this window."""
     state: PolicyState
@@ -144,13 +144,13 @@ class ScalingDecision:
 
     @property
     def scaling(self) -> tuple[PoolScaling, ...]:
-        """The decision for each pool, as shown in the status."""
+        """Decision for each pool, as shown in the status."""
         utilisation = self.needs.utilisation_by_role(self.before)
         return tuple(PoolScaling(role.value, utilisation[role], self.sizes.of(role)) for role in Role)
 
     @property
     def flips(self) -> Flips | None:
-        """Changes of role: as many as one pool gives up and the other one lacks."""
+        """Changes of role: as many as one pool has in surplus and the other lacks."""
         more_prefill, more_decode = self._more
         if (num := min(more_prefill, -more_decode)) > 0:
             return Flips(num, Role.PREFILL)
@@ -160,19 +160,19 @@ class ScalingDecision:
 
     @property
     def starts(self) -> Sizes:
-        """Number of workers per pool, after the changes of role."""
+        """Number of workers to start per pool, after the changes of role."""
         prefill, decode = self._after_flips
         return Sizes(max(0, prefill), max(0, decode))
 
     @property
     def stops(self) -> Sizes:
-        """Number of workers per pool, after the changes of role."""
+        """Number of workers to stop per pool, after the changes of role."""
         prefill, decode = self._after_flips
         return Sizes(max(0, -prefill), max(0, -decode))
 
     @property
     def num_actions(self) -> int:
-        """Workers that change."""
+        """Number of workers that change."""
         return (self.flips.num if self.flips else 0) + self.starts.total + self.stops.total
 
     @property

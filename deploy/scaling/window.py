@@ -1,4 +1,4 @@
-"""The load between two states of a cluster. Pure."""
+"""Load between two states of a cluster. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LEAST_BUSY_S = 1.0
-"""Least measured time of prompts; below it, their cost comes from the workers' cost models."""
+"""Minimum measured time of prompts; below it, their cost comes from the workers' cost models."""
 
 
 def measure(before: ClusterStatus, after: ClusterStatus, window_s: float) -> Measured:
-    """The window from `before` to `after`, `window_s` later.
+    """Measure the window from `before` to `after`, `window_s` later.
 
-    Counters start with their process: one that is less than before, or whose worker has a new epoch, was restarted and
-    counts whole. Routers that are new count whole; those that have gone no longer count, so that some of their requests
-    are missing and none counts twice.
+    Counters start at 0 with their process. If a counter has decreased, or the worker has a new epoch, the process was
+    restarted, and the whole counter counts. The counters of new routers count completely. Routers that are gone no
+    longer count, so some of their requests are missing, but none counts twice.
     """
     known = {(worker.info.id, worker.info.epoch): worker for worker in before.workers}
     spent = [_Spent(worker, known.get((worker.info.id, worker.info.epoch)), window_s) for worker in after.workers]
@@ -42,7 +42,7 @@ def measure(before: ClusterStatus, after: ClusterStatus, window_s: float) -> Mea
 
 
 class _Spent:
-    """The work of one worker in the window."""
+    """Work of one worker in the window."""
 
     def __init__(self, worker: Worker, before: Worker | None, window_s: float) -> None:
         load = worker.load
@@ -58,10 +58,10 @@ class _Spent:
             self._leave_out_decoding((load.running + past.running) / 2)
 
     def _leave_out_decoding(self, num_decoding: float) -> None:
-        """Removes the steps in which sequences decoded, at the cost of decoding alone.
+        """Remove the cost of decoding from the steps.
 
-        n steps with x more tokens each take busy = n * (decoding + x * s_per_token), and compute n * (num_decoding + x)
-        tokens; both are known, and so n and x are.
+        n steps with x additional tokens each take busy = n * (decoding + x * s_per_token), and compute
+        n * (num_decoding + x) tokens. Both totals are known, and determine n and x.
         """
         costs = self.worker.load.costs
         context = self.num_context_tokens * (num_decoding / self.num_sequences if self.num_sequences else 0.0)
@@ -74,12 +74,12 @@ class _Spent:
 
 
 def _pool(role: Role, status: ClusterStatus, spent: Sequence[_Spent], window_s: float) -> PoolMeasured:
-    """Workers that leave have done what they did in this pool; what they hold is about to be held by others."""
+    """Measure one pool. Draining workers count: their work was done in this pool, and others take over their load."""
     mine = [one for one in spent if one.worker.info.role is role]
     ready = [one.worker for one in mine if one.worker.load.state is WorkerState.READY]
     busy_s, num_tokens = sum(one.busy_s for one in mine), sum(one.num_tokens for one in mine)
     costs = typical([worker.load.costs for worker in ready])
-    # A sequence that decodes always has one token which is not computed.
+    # A decoding sequence always has one token that is not computed.
     queued = sum(max(0, one.worker.load.queued_tokens - one.worker.load.running) for one in mine)
     is_known = busy_s >= LEAST_BUSY_S and num_tokens
     s_per_token = busy_s / num_tokens if is_known else costs.s_per_token

@@ -64,4 +64,4 @@ async def test_a_lease_that_cannot_be_read_is_told_and_hides_no_other(server: Re
 def test_a_redis_that_is_away_is_no_secret() -> None:
     check = eviction_check("redis://127.0.0.1:1/0")
     assert check.state == "warn"
-    assert check.found.startswith("cannot look: Redis: ")
+    assert check.found.startswith("not checked: Redis: ")

@@ -212,7 +212,7 @@ def test_the_notes_say_where_kv_is_slow(sets: tuple[str, ...], warns: bool) -> N
     options = [word for item in sets for word in ("--set", item)]
     done = helm(4, "install", "baton", str(CHART), "--dry-run=client", *options)
     assert done.returncode == 0, done.stderr
-    assert ("NCCL takes pods for machines" in done.stdout) == warns
+    assert ("NCCL treats pods as separate machines" in done.stdout) == warns
 
 
 def test_workers_are_root_only_where_that_is_asked_for() -> None:

@@ -317,9 +317,9 @@ HOOK_KINDS = ("ConfigMap", "ServiceAccount", "ClusterRole", "ClusterRoleBinding"
     ("sets", "words"),
     [
         (("ingress.enabled=true", "ingress.host=a.example"), ("silent for 60 s", "proxy-read-timeout")),
-        (MATRIX["gateway"].sets, ("ends an answer, streams whole, after 1h",)),
+        (MATRIX["gateway"].sets, ("ends a response, streams included, after 1h",)),
         (("config.cluster.start_timeout_s=900",), ("A worker may take 960 s to leave", "after 600 s")),
-        (MATRIX["a-claim"].sets, ("The claim baton-models outlives `helm uninstall`",)),
+        (MATRIX["a-claim"].sets, ("The claim baton-models and its models survive `helm uninstall`",)),
     ],
 )
 def test_the_notes_say_what_ends_answers_and_what_stays(sets: tuple[str, ...], words: tuple[str, ...]) -> None:

@@ -50,7 +50,7 @@ def test_a_cluster_that_is_well_has_nothing_that_fails(arithmetic_cluster: Clust
             "kv compatibility", "prefix index", "metrics")  # fmt: skip
     assert {name: checks[name]["state"] for name in well} == dict.fromkeys(well, "ok")
     # Four workers, the router's two ports, the controller.
-    assert checks["reachable"]["found"] == "7 of 7 addresses of the cluster, from here"
+    assert checks["reachable"]["found"] == "7 of 7 addresses of the cluster can be reached from here"
     endpoints = {name: check["state"] for name, check in checks.items() if name.startswith("endpoint: ")}
     assert endpoints == dict.fromkeys(
         ("endpoint: clients", "endpoint: controller", "endpoint: workers", "endpoint: redis"), "ok"

@@ -72,7 +72,7 @@ def test_a_model_that_does_not_exist_or_does_not_run(tmp_path: Path) -> None:
     ("settings", "sentence"),
     [
         ({"engine_kv_cache_gib": "5000"}, "2 KV pools of 5,000 GiB do not fit: "),
-        ({"model_device": "cuda"}, "model.device is cuda, and of GPUs there are none"),
+        ({"model_device": "cuda"}, "model.device is cuda, GPUs found: none"),
         ({"model_dtype": "fp16"}, "model.dtype must be one of auto, float32, bfloat16, float16; got 'fp16'"),
         ({"engine_tensor_parallel": "4"}, "engine.tensor_parallel is 4, which does not divide the 9 heads of smollm2"),
     ],

@@ -77,7 +77,7 @@ def show(page: Any, fleet: Fleet, view: str) -> None:
     page.goto(f"{url(fleet)}#{view}")
     page.get_by_text(SHOWN[view]).first.wait_for()
     page.locator("nav a[aria-current]", has_text=view if view != "api" else "API").wait_for()
-    page.get_by_text("all parts well").first.wait_for(state="attached")
+    page.get_by_text("all components healthy").first.wait_for(state="attached")
 
 
 def test_every_view_is_shown_and_every_part_of_it_can_be_used(fleet: Fleet, chromium: Any) -> None:
@@ -105,7 +105,7 @@ def test_a_request_leads_from_the_playground_to_its_time_line(fleet: Fleet, chro
         show(page, fleet, "playground")
         page.get_by_role("radio", name="Completion").check()
         page.get_by_role("button", name="Send").click()
-        page.get_by_role("link", name="Its time line").click()
+        page.get_by_role("link", name="Timeline").click()
         page.get_by_text("finished after 128 tokens").wait_for()
         assert page.locator("ol.events li").count() > 4
         page.get_by_label("Outcome").select_option("failed")
@@ -122,7 +122,7 @@ def test_the_playground_streams_and_says_where_the_time_went(fleet: Fleet, chrom
             "?.textContent.length)).observe(document.querySelector('.talk'), {childList: true, subtree: true})"
         )
         page.get_by_role("button", name="Send").click()
-        page.get_by_text("Its time line").wait_for()
+        page.get_by_text("Timeline").wait_for()
         assert page.evaluate("grown.size") > 3, "the answer came bit by bit"
         told = page.locator(".figures").inner_text()
         assert "(prefill) → worker-" in told
@@ -218,7 +218,7 @@ def test_orders_are_refused_without_an_operators_key(fleet: Fleet, chromium: Any
     with opened_page(chromium, url(fleet), may_fail=(401, 403)) as page:
         page.goto(f"{url(fleet)}#workers")
         use_key(page, TENANT_KEY)
-        page.get_by_text("This key is no operator's.").wait_for()
+        page.get_by_text("This key has no operator rights.").wait_for()
         for button in ORDERS:
             assert page.get_by_role("button", name=button).count() == 0
         use_key(page, OPERATOR_KEY)
@@ -246,7 +246,7 @@ def test_orders_are_given_with_an_operators_key_once_they_are_confirmed(fleet: F
         assert state_of(fleet) == before, "none was confirmed"
         press(page, "Scale…")
         page.get_by_role("button", name="Scale to 3").click()
-        page.get_by_text("The prefill pool is to have 3", exact=True).wait_for()
+        page.get_by_text("Scaling the prefill pool to 3", exact=True).wait_for()
         page.get_by_text("1 of 3", exact=True).wait_for()
         press(page, "Change to prefill…")
         page.get_by_role("button", name="Change to prefill", exact=True).click()

@@ -146,7 +146,7 @@ def test_a_converted_model_needs_no_converter(baton: Baton, model_dir: Path, tmp
     assert baton.works("run", "model", BATON_MODEL_ID=str(model_dir)) == ""
     (name,) = CATALOGUE
     assert baton.sentence("run", "model", BATON_CACHE=str(tmp_path)) == (
-        f"error: {name} has to be converted once, and gguf, numpy and safetensors are not installed; "
+        f"error: {name} must be converted once, and gguf, numpy and safetensors are not installed; "
         f"get what is missing with: {GET_ALL}"
     )
 

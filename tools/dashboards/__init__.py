@@ -1,15 +1,15 @@
 """Grafana dashboards as data. `python -m tools.dashboards` writes them to `helm/baton/dashboards`, and the catalogue of
 metrics to `docs/metrics.md`; both are committed.
 
-Each dashboard is a module: its panels with titles, expressions, and what to do when one looks bad. `model` has the
-vocabulary, `grafana` writes Grafana's JSON. Expressions use two abbreviations:
+Each dashboard is a module with its panels: titles, expressions, and advice for bad values. `model` has the types,
+`grafana` writes Grafana's JSON. Expressions use two abbreviations:
 
     $cluster   the labels of one release: `namespace="$namespace", job="$job"`
-    or $zero   0, if there is no value but a router is scraped: for counters that appear with their first event
+    or $zero   0 if there is no value but a router is scraped: for counters that appear with their first event
 
-Every router exports the workers' gauges and counters, which it reads from Redis: `max by (worker, ...)` takes each
-worker once. Counters of requests are each router's own: `sum`. What the hardware dashboard shows comes
-from others: NVIDIA's dcgm-exporter, the kubelet's cAdvisor and kube-state-metrics.
+Every router exports the workers' gauges and counters, which it reads from Redis: `max by (worker, ...)` counts each
+worker once. Counters of requests belong to one router each: use `sum`. The hardware dashboard uses other exporters:
+NVIDIA's dcgm-exporter, the kubelet's cAdvisor and kube-state-metrics.
 """
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Writes what is generated: `python -m tools.dashboards`, in the repository."""
+"""Writes the generated files: `python -m tools.dashboards`, in the repository."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def generated() -> dict[Path, str]:
-    """The texts of the generated files, by path from the repository's root."""
+    """Return the texts of the generated files, by path relative to the repository's root."""
     targets = places(DASHBOARDS)
     files = {
         Path(f"helm/baton/dashboards/{each.name}.json"): json.dumps(dashboard_json(each, targets), indent=2) + "\n"

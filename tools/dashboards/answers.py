@@ -1,4 +1,4 @@
-"""The section of the overview about answers: how they end, and how long they and their prompts are."""
+"""Overview section about responses: finish reasons, and lengths of responses and prompts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ BEGUN = f"sum(rate(gen_ai_server_time_to_first_token_seconds_count{{$cluster, {O
 
 
 def heat(histogram: str, labels: str) -> dict[str, str]:
-    """The numbers of values in each bucket."""
+    """Return the query of the number of values in each bucket."""
     return {"{{le}}": f"sum by (le) (increase({histogram}_bucket{{$cluster{labels}}}[$__rate_interval]))"}
 
 
 SECTION = Section(
-    "Answers",
+    "Responses",
     (
         Panel(
-            title="Ends of answers",
-            description="Answers a second by how they ended. stop: by an end-of-sequence token or a stop string; "
-            "length: by their limit; tool_calls: after a call of a tool; content_filter: by the operator's "
+            title="Finish reasons",
+            description="Finished choices per second by reason. stop: an end-of-sequence token or a stop string; "
+            "length: the token limit; tool_calls: after a tool call; content_filter: the operator's "
             "moderation. If most end by length, clients set the limit low, or the model does not stop.",
             unit="ops",
             queries={
@@ -32,9 +32,9 @@ SECTION = Section(
             is_stacked=True,
         ),
         Panel(
-            title="Verdicts of the moderation",
-            description="Verdicts a second of the function that `router.moderation` names. failed: it raised, or did "
-            "not answer in time; the routers' logs say why.",
+            title="Moderation verdicts",
+            description="Verdicts per second of the function set in `router.moderation`. failed: it raised an error, "
+            "or did not answer in time; the routers' logs give the reason.",
             unit="ops",
             queries={
                 "{{verdict}}": "sum by (verdict) (rate(baton_moderation_verdicts_total{$cluster}[$__rate_interval])) "
@@ -44,26 +44,25 @@ SECTION = Section(
         ),
         Panel(
             title="Mean length",
-            description="Mean tokens of a prompt and of an answer. Longer prompts load prefill workers, longer "
-            "answers decode workers.",
+            description="Mean tokens of a prompt and of a response. Longer prompts load prefill workers, longer "
+            "responses decode workers.",
             unit="short",
-            queries={"prompt": f"{PROMPTS} / ({BEGUN} > 0)", "answer": f"{GENERATED} / ({ENDS} > 0)"},
-            leads=(Lead("overview", "Prompt lengths, heat map"), Lead("overview", "Answer lengths, heat map")),
+            queries={"prompt": f"{PROMPTS} / ({BEGUN} > 0)", "response": f"{GENERATED} / ({ENDS} > 0)"},
+            leads=(Lead("overview", "Prompt lengths, heat map"), Lead("overview", "Response lengths, heat map")),
         ),
         *(
             Panel(
                 title=f"{what} lengths, heat map",
-                description=f"Requests by the tokens of their {what.lower()}. A band that appears: a new kind of "
-                f"client. "
-                f"{then}",
+                description=f"Requests by the number of tokens of their {what.lower()}. A new band: a new kind of "
+                f"client. {then}",
                 unit="short",
                 queries=heat(f"baton_request_{name}_tokens", ', model=~"$model"'),
                 kind=Kind.HEAT,
                 leads=(Lead("overview", "First tokens, heat map"),),
             )
             for what, name, then in (
-                ("Prompt", "prompt", "Long prompts among short ones make the short ones wait: more prefill workers."),
-                ("Answer", "generation", "Answers far above engine.output_reservation are preempted."),
+                ("Prompt", "prompt", "Long prompts among short ones delay the short ones: add prefill workers."),
+                ("Response", "generation", "Responses far above engine.output_reservation are preempted."),
             )
         ),
     ),

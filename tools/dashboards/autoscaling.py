@@ -1,4 +1,4 @@
-"""The dashboard of the autoscaler: what the pools need, have and get."""
+"""Dashboard of the autoscaler: required, desired and actual pool sizes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ SIZES = Section(
         *(
             Panel(
                 title=f"Workers of {pool}",
-                description="What the autoscaler wants (absent while it is off), what is ordered, and what is "
-                "ready. wanted above "
-                "desired: it only advises (autoscale.dry_run). Ready below desired: no node has room, or workers do "
-                "not start; `baton status`.",
+                description="Wanted: the autoscaler's recommendation (absent if it is off); desired: the pool's "
+                "size; ready: workers that serve. Wanted above desired: the autoscaler only advises "
+                "(autoscale.dry_run). Ready below desired: no node has room, or workers do not start; "
+                "see `baton status`.",
                 unit="short",
                 queries={
                     "wanted": f'max(baton_autoscale_wanted_workers{{$cluster, pool="{pool}"}})',
@@ -25,18 +25,19 @@ SIZES = Section(
         ),
         Panel(
             title="Utilisation",
-            description="Utilisation of a pool, as the autoscaler measures it. Prefill: share of time spent on "
-            "prompts. Decode: share of the sequences and KV that it can hold within its objectives. "
-            "Above autoscale.target_utilisation (0.7) workers are moved or started; if it stays there, "
-            "autoscale.max_workers is reached. `baton autoscale --dry-run` shows why.",
+            description="Utilisation of a pool, as the autoscaler measures it. Prefill: share of the time spent on "
+            "prompts. Decode: share of the sequences and KV that the pool can hold within its "
+            "objectives. Above autoscale.target_utilisation (0.7) workers change their role or are "
+            "started. If it stays there, autoscale.max_workers is reached. `baton autoscale --dry-run` "
+            "shows why.",
             unit="percentunit",
             queries={"{{pool}}": "max by (pool) (baton_autoscale_utilisation{$cluster})"},
             leads=(Lead("pools", "Running sequences"), Lead("pools", "Waiting sequences")),
         ),
         Panel(
-            title="Goodput, the guard",
-            description="Share of the requests that met their objectives. No worker is stopped while it is below "
-            "autoscale.goodput_target (0.95).",
+            title="Goodput guard",
+            description="Share of the requests that met their objectives. The autoscaler stops no worker while it is "
+            "below autoscale.goodput_target (0.95).",
             unit="percentunit",
             queries={
                 "met": '(sum(rate(baton_requests_slo_total{$cluster, outcome="met"}[$__rate_interval])) or $zero) / '
@@ -53,9 +54,9 @@ WORK = Section(
     (
         Panel(
             title="Placements by mode",
-            description="disaggregated: prefill and decode on different workers; aggregated: both on a decode worker, "
-            "for short prompts or if prefill workers are busy. If many are aggregated and tokens are late, add prefill "
-            "workers.",
+            description="Placements per second. disaggregated: prefill and decode on different workers. aggregated: "
+            "both on a decode worker, for short prompts or if prefill workers are busy. If many are "
+            "aggregated and tokens are late, add prefill workers.",
             unit="ops",
             queries={"{{mode}}": "sum by (mode) (rate(baton_placements_total{$cluster}[$__rate_interval]))"},
             width=8,
@@ -63,8 +64,8 @@ WORK = Section(
         ),
         Panel(
             title="Placements by decode worker",
-            description="Placements a second. A worker that gets far more than the others holds a prefix that many "
-            "requests share.",
+            description="Placements per second. If one worker gets far more than the others, it holds a prefix that "
+            "many requests share.",
             unit="ops",
             queries={"{{decode}}": "sum by (decode) (rate(baton_placements_total{$cluster}[$__rate_interval]))"},
             width=8,
@@ -72,7 +73,7 @@ WORK = Section(
         ),
         Panel(
             title="Placements by prefill worker",
-            description="Placements of prompts; aggregated requests have no prefill worker.",
+            description="Placements of prompts. Aggregated requests have no prefill worker.",
             unit="ops",
             queries={
                 "{{prefill}}": "sum by (prefill) "
@@ -83,7 +84,7 @@ WORK = Section(
         ),
         Panel(
             title="Waiting",
-            description="Sequences that wait, by role. More workers shorten the queue.",
+            description="Waiting sequences, by role. More workers shorten the queue.",
             unit="short",
             queries={
                 "{{role}}": 'sum by (role) (max by (worker, role) (baton_worker_sequences{$cluster, state="waiting"}))'
@@ -91,8 +92,8 @@ WORK = Section(
             width=8,
         ),
         Panel(
-            title="Leaving workers",
-            description="Workers that transfer their work before they end or change their role.",
+            title="Draining workers",
+            description="Workers that migrate their requests before they exit or change their role.",
             unit="short",
             queries={
                 "{{role}}": 'sum by (role) (max by (worker, role) (baton_worker_state{$cluster, state="draining"})) '
@@ -103,9 +104,9 @@ WORK = Section(
         ),
         Panel(
             title="Migrations",
-            description="Choices that moved from a worker that leaves, with their KV; pulled=false: it had to be "
-            "computed again. "
-            "Many without an order: something drains workers, such as nodes that go; `baton status`.",
+            description="Choices per second that migrated from a draining worker with their KV; pulled=false: their "
+            "KV was recomputed. Many without a scaling command: something else drains workers, such as "
+            "the removal of nodes; see `baton status`.",
             unit="ops",
             queries={
                 "pulled={{pulled}}": "sum by (pulled) (rate(baton_migrations_total{$cluster}[$__rate_interval])) "
@@ -119,7 +120,7 @@ WORK = Section(
 DASHBOARD = Dashboard(
     name="autoscaling",
     title="Baton / Autoscaling",
-    description="What the pools need and have, and what the autoscaler orders.",
+    description="Required, desired and actual pool sizes, and the autoscaler's decisions.",
     variables=(),
     sections=(SIZES, WORK),
 )

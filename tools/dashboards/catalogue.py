@@ -1,4 +1,4 @@
-"""The catalogue of all that can be queried: instruments, recorded series, alerts."""
+"""Catalogue of the metrics: instruments, recorded series, alerts."""
 
 from __future__ import annotations
 
@@ -16,50 +16,51 @@ from baton.telemetry.request_metrics import DURATION_BOUNDS, FIRST_BOUND, TOKEN_
 HEAD = f"""\
 # Metrics
 
-Every router serves `/metrics` on its HTTP port, for Prometheus; where there are tenants, on `telemetry.port` alone,
-because metrics name them ([operators](accounts.md#operators)). Routers also report metrics of all workers, which they
-read from Redis, so that all routers report the same for a worker: take each worker once, with `max by (worker, ...)`.
-Counters of requests are each router's own: `sum` them. Times are differences of one process's monotonic clock.
+Every router serves `/metrics` on its HTTP port for Prometheus. If tenants are configured, it serves them only on
+`telemetry.port`, because metrics name the tenants ([operators](accounts.md#operators)). Routers also export the metrics
+of all workers, which they read from Redis. All routers report the same values for a worker, so count each worker once
+with `max by (worker, ...)`. Counters of requests belong to one router each: use `sum`. Times are differences of one
+process's monotonic clock.
 
-Histograms end at {TTFT_BOUNDS[-1]:,g} s to the first token, {TOKEN_BOUNDS[-1]:,g} s between tokens and
-{DURATION_BOUNDS[-1]:,g} s for stages and requests. For values above, `histogram_quantile` returns that number; the
-page, `baton status --watch` and the dashboards show `> {TTFT_BOUNDS[-1]:,g} s`. They begin at {FIRST_BOUND * 1e3:g} ms:
-below, the dashboards and `--watch` show `<`. Between, each bound is at most 1.2 times the one before, so that a
-quantile is within 20 % of the truth. The objectives of the classes (`router.slo_classes`) are bounds, too: of the time
-to the first token, of the times between tokens, and of requests. All routers of a cluster need the same ones, for their
-buckets to be added up.
+The largest bounds of histograms are {TTFT_BOUNDS[-1]:,g} s for the first token, {TOKEN_BOUNDS[-1]:,g} s between tokens
+and {DURATION_BOUNDS[-1]:,g} s for stages and requests. For larger values `histogram_quantile` returns that bound; the
+page, `baton status --watch` and the dashboards show `> {TTFT_BOUNDS[-1]:,g} s`. The smallest bound is
+{FIRST_BOUND * 1e3:g} ms; for smaller values the dashboards and `--watch` show `<`. In between, each bound is at most
+1.2 times the previous one, so a quantile is within 20 % of the true value. The objectives of the classes
+(`router.slo_classes`) are also bounds: of the time to the first token, of the time between tokens, and of the request
+duration. All routers of a cluster need the same objectives, so that their buckets can be summed.
 
-The hardware dashboard, and the last alerts below, read what others export: NVIDIA's dcgm-exporter (the GPU Operator's
-list of counters, with `DCGM_FI_PROF_NVLINK_TX_BYTES` and `DCGM_FI_PROF_NVLINK_RX_BYTES` added for NVLink), the
-kubelet's cAdvisor, and kube-state-metrics, as kube-prometheus-stack scrapes them. Where one is missing its panels are
-empty, and the first row of that dashboard shows which; its alerts are silent.
+The hardware dashboard, and the last alerts below, need other exporters: NVIDIA's dcgm-exporter (the GPU Operator's list
+of counters, plus `DCGM_FI_PROF_NVLINK_TX_BYTES` and `DCGM_FI_PROF_NVLINK_RX_BYTES` for NVLink), the kubelet's cAdvisor,
+and kube-state-metrics, as scraped by kube-prometheus-stack. If one of them is missing, its panels are empty, as the
+first row of that dashboard shows, and its alerts are silent.
 
-`python -m tools.dashboards` writes this page, from `baton/telemetry` and `helm/baton/rules`, and the dashboards in
+`python -m tools.dashboards` generates this page from `baton/telemetry` and `helm/baton/rules`, and the dashboards in
 `helm/baton/dashboards`.
 """
 ALIASES = """
-With `telemetry.vllm_aliases`, for dashboards, autoscalers and gateways made for vLLM:
+With `telemetry.vllm_aliases`, for dashboards, autoscalers and gateways that expect vLLM's metrics:
 """
 
 
 def definitions(with_aliases: bool = False) -> list[Definition]:
-    """Every instrument, as Prometheus shows it.
+    """Return every instrument, as Prometheus shows it.
 
     Args:
-        with_aliases: include those under vLLM's names.
+        with_aliases: include the aliases with vLLM's names.
     """
     nobody = ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
     return [*Instruments(lambda: nobody, vllm_model="any" if with_aliases else "").catalogue().values()]
 
 
 def series(definition: Definition) -> tuple[str, ...]:
-    """The names that an expression may use."""
+    """Return the series names of an instrument, for use in expressions."""
     suffixes = ("_bucket", "_sum", "_count") if definition.kind == "histogram" else ("",)
     return tuple(definition.name + suffix for suffix in suffixes)
 
 
 def catalogue(rules: Path) -> str:
-    """The text of docs/metrics.md.
+    """Return the text of docs/metrics.md.
 
     Args:
         rules: the folder of Prometheus' rule files.
@@ -87,7 +88,7 @@ def _instruments(found: Iterable[Definition]) -> Iterator[str]:
 
 
 def rules_in(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The rules of one kind, `record` or `alert`."""
+    """Return the rules of one kind, `record` or `alert`."""
     groups = [group for path in sorted(folder.glob("*.yaml")) for group in yaml.safe_load(path.read_text())["groups"]]
     return [rule for group in groups for rule in group["rules"] if kind in rule]
 

@@ -1,4 +1,4 @@
-"""Grafana's JSON of a dashboard (schema 39: Grafana 10.4 and newer)."""
+"""Writer of Grafana's dashboard JSON (schema 39: Grafana 10.4 and newer)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Json = dict[str, Any]
 
 COLUMNS = 24
 Places = dict[tuple[str, str], int]
-"""The number of each panel, by its dashboard's name and its own title."""
+"""Number of each panel, by its dashboard's name and its own title."""
 KEPT = "${__url_time_range}&${datasource:queryparam}&${namespace:queryparam}&${job:queryparam}"
-"""What a link takes along: the time and the release."""
+"""Variables that a link keeps: the time range and the release."""
 DATASOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def places(dashboards: tuple[Dashboard, ...]) -> Places:
-    """Where the panels of all dashboards are, for links to them."""
+    """Return the numbers of the panels of all dashboards, for links to them."""
     return {
         (dashboard.name, panel["title"]): panel["id"]
         for dashboard in dashboards
@@ -30,7 +30,7 @@ def places(dashboards: tuple[Dashboard, ...]) -> Places:
 
 
 def dashboard_json(dashboard: Dashboard, targets: Places) -> Json:
-    """A dashboard in Grafana's form. Raises KeyError: a panel leads to one that is not there."""
+    """Return a dashboard as Grafana's JSON. Raises KeyError if a panel links to one that does not exist."""
     return {
         "uid": f"baton-{dashboard.name}",
         "title": dashboard.title,
@@ -52,13 +52,13 @@ def dashboard_json(dashboard: Dashboard, targets: Places) -> Json:
 
 
 def _numbered(sections: tuple[Section, ...]) -> Iterator[Json]:
-    """Titles and numbers, in the order of the layout."""
+    """Yield titles and numbers in the order of the layout."""
     titles = (title for section in sections for title in (section.title, *(panel.title for panel in section.panels)))
     return ({"id": number, "title": title} for number, title in enumerate(titles, 1))
 
 
 def _laid_out(sections: tuple[Section, ...], targets: Places) -> Iterator[Json]:
-    """Panels from left to right; a line is as high as its highest one, and each section begins a new line."""
+    """Place panels from left to right. A line is as high as its highest panel, and each section starts a new line."""
     ids, y = count(1), 0
     for section in sections:
         yield {
@@ -106,7 +106,7 @@ def _link(lead: Lead, targets: Places, more: str = "") -> Json:
 
 
 def _data_links(panel: Panel, targets: Places) -> Json:
-    """Links of a line, which choose its worker, tenant or class on the other dashboard."""
+    """Return the links of a line, which select its worker, tenant or class on the other dashboard."""
     labelled = [lead for lead in panel.leads if lead.label]
     links = [_link(each, targets, f"&var-{each.label}=${{__field.labels.{each.label}}}") for each in labelled]
     return {"links": links} if links else {}
@@ -153,13 +153,13 @@ def _field(panel: Panel) -> Json:
 
 
 def _above(bound: float, unit: str) -> Json:
-    """Marks values in the last bucket, for which histogram_quantile returns the last finite bound exactly."""
+    """Mark values in the last bucket, for which histogram_quantile returns exactly the last finite bound."""
     text = f"> {bound:.0%}" if unit == "percentunit" else f"> {bound:,g} {unit}"
     return {"type": "value", "options": {f"{bound:g}": {"text": text, "index": 0}}}
 
 
 def _below(unit: str) -> Json:
-    """Marks values in the first bucket, of which no more is known."""
+    """Mark values in the first bucket, whose exact value is not known."""
     text = f"< {FIRST_BOUND:.1%}" if unit == "percentunit" else f"< {FIRST_BOUND:g} {unit}"
     return {"type": "range", "options": {"from": 0, "to": FIRST_BOUND, "result": {"text": text, "index": 1}}}
 
@@ -179,7 +179,7 @@ def _thresholds(panel: Panel) -> Json:
 
 
 def _limits() -> Json:
-    """Lines that others are held against."""
+    """Return the style of limits: lines with which others are compared."""
     return {
         "matcher": {"id": "byRegexp", "options": "/^(objective|ceiling)/"},
         "properties": [
@@ -195,7 +195,7 @@ def _options(panel: Panel) -> Json:
     reduced = {"calcs": ["lastNotNull"], "fields": "", "values": False}
     match panel.kind:
         case Kind.LINES:
-            # A mean over values that are only known to lie above a bound would hide that.
+            # A mean over values that are only known to exceed a bound would hide that fact.
             calcs = ["mean" if panel.last_bound is None else "lastNotNull", "max"]
             return {
                 "legend": {"displayMode": "table", "placement": "bottom", "showLegend": True, "calcs": calcs},
@@ -223,7 +223,7 @@ def _options(panel: Panel) -> Json:
 
 
 def _columns() -> Json:
-    """The columns of a table: the labels, without the time, which is equal everywhere."""
+    """Return the columns of a table: the labels, without the time, which is the same everywhere."""
     return {"id": "organize", "options": {"excludeByName": {"Time": True}}}
 
 
@@ -232,7 +232,7 @@ def _datasource() -> Json:
 
 
 def _variable(variable: Variable) -> Json:
-    """A variable. An unset one matches a label without a value, such as the namespace outside Kubernetes."""
+    """Return a variable. An unset one matches a label without a value, such as the namespace outside Kubernetes."""
     query = f"label_values({expanded(variable.metric)}, {variable.label})"
     every: Json = {
         "includeAll": True,

@@ -1,6 +1,6 @@
-"""GPUs, containers and pods: what dcgm-exporter, the kubelet (cAdvisor) and kube-state-metrics report of a release.
+"""Dashboard of GPUs, containers and pods, from dcgm-exporter, the kubelet (cAdvisor) and kube-state-metrics.
 
-Pods of a release are those whose names begin as its routers' do. Where Prometheus keeps the labels of its targets,
+The pods of a release have the same name prefix as its routers. If Prometheus keeps the labels of its targets,
 dcgm-exporter's `namespace` and `pod` arrive as `exported_namespace` and `exported_pod`; outside Kubernetes it has none.
 """
 
@@ -29,7 +29,7 @@ POD = Variable(
 
 
 def gpus(metric: str) -> str:
-    """A metric of dcgm-exporter, once for each GPU of the chosen pods."""
+    """Return the query of a dcgm-exporter metric, once for each GPU of the selected pods."""
     exported = f'exported_namespace="$namespace", exported_pod=~"$pod", exported_pod=~"{OF_RELEASE}"'
     return (
         f'max by (pod, gpu, Hostname) (label_join({metric}{{{exported}}}, "pod", "", "exported_pod") '
@@ -38,7 +38,7 @@ def gpus(metric: str) -> str:
 
 
 def per_container(counter: str) -> str:
-    """The rate of one of cAdvisor's counters, by container."""
+    """Return the rate of one of cAdvisor's counters, by container."""
     return f"sum by (pod, container) (rate({counter}{{{OF_CONTAINER}}}[$__rate_interval]))"
 
 
@@ -54,7 +54,7 @@ MEMORY = f"max by (pod, container) (container_memory_working_set_bytes{{{OF_CONT
 THROTTLED, PERIODS = (per_container(f"container_cpu_cfs_{name}_total") for name in ("throttled_periods", "periods"))
 
 SOURCES = Section(
-    "What Prometheus has",
+    "Scraped sources",
     tuple(
         Panel(
             title=title,
@@ -88,9 +88,8 @@ GPUS = Section(
     (
         Panel(
             title="GPU in use",
-            description="Share of the time in which a kernel ran. A decode worker with sequences is near 100 %; one "
-            "that "
-            f"serves and is near 0 waits for KV or for its processor. {DCGM}",
+            description="Share of the time in which a kernel ran. A decode worker with sequences is near 100 %. A "
+            f"worker that serves and is near 0 waits for KV or for its processor. {DCGM}",
             unit="percent",
             queries={OF_GPU: gpus("DCGM_FI_DEV_GPU_UTIL")},
             width=8,
@@ -98,9 +97,9 @@ GPUS = Section(
         ),
         Panel(
             title="Tensor cores and memory in use",
-            description="Shares of the cycles in which tensor cores, and the memory's bus, were busy. Prompts are "
-            "bound by "
-            f"the first, tokens by the second. Both low under load: batches are too small. {DCGM}",
+            description="Shares of the cycles in which tensor cores, and the memory bus, were busy. Prefill is bound "
+            "by the first, decode by the second. If both are low under load, batches are too small. "
+            f"{DCGM}",
             unit="percentunit",
             queries={
                 f"tensor {OF_GPU}": gpus("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"),
@@ -110,9 +109,8 @@ GPUS = Section(
         ),
         Panel(
             title="GPU memory in use",
-            description="Share of a GPU's memory that is allocated. It is constant while a worker serves; a rise "
-            "means that "
-            f"something else is on the GPU. {DCGM}",
+            description="Share of a GPU's memory that is allocated. It is constant while a worker serves. If it "
+            f"rises, another process uses the GPU. {DCGM}",
             unit="percentunit",
             queries={OF_GPU: f"{USED} / ({USED} + {FREE})"},
             width=8,
@@ -121,17 +119,16 @@ GPUS = Section(
         ),
         Panel(
             title="Power",
-            description="Watts of a GPU. One that takes far less than its equals under the same load is throttled, or "
-            "has "
-            f"less to do. {DCGM}",
+            description="Power of a GPU in watts. A GPU that uses far less than others under the same load is "
+            f"throttled, or has less to do. {DCGM}",
             unit="watt",
             queries={OF_GPU: gpus("DCGM_FI_DEV_POWER_USAGE")},
             width=8,
         ),
         Panel(
             title="Temperature",
-            description="Degrees of a GPU. Above about 85 it lowers its clock, and its worker becomes slower than the "
-            f"others: `baton drain WORKER`, and look at the node's cooling. {DCGM}",
+            description="Temperature of a GPU. Above about 85 degrees it lowers its clock, and its worker becomes "
+            f"slower than the others: `baton drain WORKER`, and check the node's cooling. {DCGM}",
             unit="celsius",
             queries={OF_GPU: gpus("DCGM_FI_DEV_GPU_TEMP")},
             width=8,
@@ -139,11 +136,10 @@ GPUS = Section(
         ),
         Panel(
             title="NVLink and PCIe",
-            description="Bytes a second of a GPU over NVLink, as DCGM counts them, and over PCIe. KV transfers between "
-            "GPUs "
-            "of one node should be on NVLink; if they are on PCIe, see the pairs by transport. dcgm-exporter exports "
-            "NVLink's only if DCGM_FI_PROF_NVLINK_TX_BYTES and DCGM_FI_PROF_NVLINK_RX_BYTES are in its list of "
-            "counters.",
+            description="Bytes per second of a GPU over NVLink, as DCGM counts them, and over PCIe. KV transfers "
+            "between GPUs of one node should use NVLink; if they use PCIe, see the connections by "
+            "transport. dcgm-exporter exports NVLink's bytes only if its list of counters has "
+            "DCGM_FI_PROF_NVLINK_TX_BYTES and DCGM_FI_PROF_NVLINK_RX_BYTES.",
             unit="Bps",
             queries={
                 f"{link} {name} {OF_GPU}": gpus(f"DCGM_FI_PROF_{link.upper()}_{way}_BYTES")
@@ -151,7 +147,7 @@ GPUS = Section(
                 for way, name in (("TX", "sent"), ("RX", "received"))
             },
             width=8,
-            leads=(Lead("kv-transfer", "Pairs by transport"), Lead("kv-transfer", "Sent")),
+            leads=(Lead("kv-transfer", "Connections by transport"), Lead("kv-transfer", "Sent")),
         ),
         Panel(
             title="Last error (XID)",
@@ -172,8 +168,8 @@ CONTAINERS = Section(
     (
         Panel(
             title="Processor",
-            description="Processors' worth of time that a container takes. A router near 1 is at its limit, since one "
-            "process serves requests on one processor: add routers.",
+            description="Processors that a container uses. A router near 1 is at its limit, because one process "
+            "serves requests on one processor: add routers.",
             unit="short",
             queries={OF_ONE: per_container("container_cpu_usage_seconds_total")},
             width=8,
@@ -181,8 +177,8 @@ CONTAINERS = Section(
         Panel(
             title="Throttled",
             description="Share of the periods in which a container was stopped because it had used up its processor "
-            "limit. "
-            "Tokens then come in jerks, and leases are renewed late: raise the limit, or remove it.",
+            "limit. Tokens then come in bursts, and leases are renewed late: raise the limit, or remove "
+            "it.",
             unit="percentunit",
             queries={OF_ONE: f"{THROTTLED} / ({PERIODS} > 0)"},
             width=8,
@@ -199,8 +195,7 @@ CONTAINERS = Section(
         ),
         Panel(
             title="Memory",
-            description="Memory of a container that cannot be taken from it (working set). Growth without end is a "
-            "leak: "
+            description="Memory of a container that cannot be reclaimed (working set). Endless growth is a leak: "
             "keep the log, and report it.",
             unit="bytes",
             queries={OF_ONE: MEMORY},
@@ -208,9 +203,8 @@ CONTAINERS = Section(
         ),
         Panel(
             title="Memory, of the limit",
-            description="A container's memory as a share of its limit. At 100 % the kernel ends it (OOMKilled). Raise "
-            "the "
-            "limit, or lower engine.kv_cache_gib on CPUs.",
+            description="A container's memory as a share of its limit. At 100 % the kernel kills it (OOMKilled). "
+            "Raise the limit, or lower engine.kv_cache_gib on CPUs.",
             unit="percentunit",
             queries={OF_ONE: f"{MEMORY} / {limit('memory')}"},
             width=8,
@@ -218,9 +212,8 @@ CONTAINERS = Section(
         ),
         Panel(
             title="Network",
-            description="Bytes a second of a pod, without RDMA, which bypasses the pod's network. Near the card's "
-            "limit, "
-            "KV transfers are slow: see the exposed time.",
+            description="Bytes per second of a pod, without RDMA, which bypasses the pod's network. Near the card's "
+            "limit KV transfers are slow: see the exposed time.",
             unit="Bps",
             queries={
                 f"{name} {{{{pod}}}}": NETWORK.format(way=way, pods=OF_POD)
@@ -237,9 +230,8 @@ ROUTERS = Section(
     (
         Panel(
             title="Processor of a router",
-            description="Processors' worth of time that a router takes. Near 1 it is at its limit, since one thread "
-            "serves "
-            "all requests: add routers.",
+            description="Processors that a router uses. Near 1 it is at its limit, because one thread serves all "
+            "requests: add routers.",
             unit="short",
             queries={"{{instance}}": "sum by (instance) (rate(process_cpu_seconds_total{$cluster}[$__rate_interval]))"},
             width=8,
@@ -248,17 +240,16 @@ ROUTERS = Section(
         ),
         Panel(
             title="Memory of a router",
-            description="Memory of a router. It grows with requests in flight, and with the prefixes that workers "
-            "hold.",
+            description="Memory of a router. It grows with the requests in flight, and with the prefixes that "
+            "workers hold.",
             unit="bytes",
             queries={"{{instance}}": "max by (instance) (process_resident_memory_bytes{$cluster})"},
             width=8,
         ),
         Panel(
             title="Files and connections of a router",
-            description="Files and connections that a router has open, and how many it may have. At the limit it "
-            "accepts no "
-            "connection: raise the limit (ulimit -n), or lower router.max_connections.",
+            description="Open files and connections of a router, and its limit. At the limit it accepts no "
+            "connections: raise the limit (ulimit -n), or lower router.max_connections.",
             unit="short",
             queries={
                 "{{instance}}": "max by (instance) (process_open_fds{$cluster})",
@@ -269,7 +260,8 @@ ROUTERS = Section(
         ),
         Panel(
             title="Age of a router",
-            description="Time since a router started. Young ones that nobody rolled out have died: the pods' restarts.",
+            description="Time since a router started. If a router is young without a rollout, it has crashed: see "
+            "the pods' restarts.",
             unit="s",
             queries={"{{instance}}": "time() - max by (instance) (process_start_time_seconds{$cluster})"},
             width=24,
@@ -284,9 +276,9 @@ PODS = Section(
     (
         Panel(
             title="Restarts",
-            description="Restarts of containers within the chosen time. `kubectl logs POD -c CONTAINER --previous` "
-            "shows the "
-            "end of the one before. A worker that dies without its container is among the failures of its pool.",
+            description="Restarts of containers within the selected time range. `kubectl logs POD -c CONTAINER "
+            "--previous` shows the end of the previous log. A worker that dies without its container "
+            "counts as a failure of its pool.",
             unit="short",
             queries={
                 OF_ONE: "sum by (pod, container) "
@@ -295,13 +287,12 @@ PODS = Section(
             kind=Kind.BARS,
             width=8,
             bad_above=1,
-            leads=(Lead("pools", "Failures and room"),),
+            leads=(Lead("pools", "Failures and unplaced workers"),),
         ),
         Panel(
-            title="Why containers ended last",
-            description="The reason for each container's latest end. OOMKilled: its memory limit is too small; Error: "
-            "its "
-            "log says why; Completed: it was asked to end.",
+            title="Last termination reasons",
+            description="Reason for the last termination of each container. OOMKilled: its memory limit is too "
+            "small; Error: its log says why; Completed: it was asked to stop.",
             unit="short",
             queries={
                 "": "max by (pod, container, reason) "
@@ -311,10 +302,10 @@ PODS = Section(
             width=8,
         ),
         Panel(
-            title="Why containers wait",
+            title="Waiting containers",
             description="Containers that are not running, by reason. ImagePullBackOff: the image's name or the pull "
-            "secret "
-            "is wrong; CrashLoopBackOff: it ends again and again, and its log says why.",
+            "secret is wrong; CrashLoopBackOff: the container exits again and again, and its log says "
+            "why.",
             unit="short",
             queries={
                 f"{OF_ONE} {{{{reason}}}}": "max by (pod, container, reason) "
@@ -324,8 +315,8 @@ PODS = Section(
         ),
         Panel(
             title="Pods by phase",
-            description="Pods of the release by phase. Pending for minutes: no node has what they request; `kubectl "
-            "describe pod POD` says what is lacking.",
+            description="Pods of the release by phase. Pending for minutes: no node has the resources that they "
+            "request; `kubectl describe pod POD` shows the missing resource.",
             unit="short",
             queries={"{{phase}}": f"sum by (phase) (max by (pod, phase) (kube_pod_status_phase{{{OF_POD}}}))"},
             width=12,
@@ -333,11 +324,11 @@ PODS = Section(
         ),
         Panel(
             title="Pods without a node",
-            description="Pods for which the scheduler found no node. Add nodes, or lower the pools' sizes.",
+            description="Pods for which the scheduler found no node. Add nodes, or reduce the pools' sizes.",
             unit="short",
             queries={"{{pod}}": f"max by (pod) (kube_pod_status_unschedulable{{{OF_POD}}}) or $zero"},
             width=12,
-            leads=(Lead("pools", "Failures and room"), Lead("autoscaling", "Utilisation")),
+            leads=(Lead("pools", "Failures and unplaced workers"), Lead("autoscaling", "Utilisation")),
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""KV between workers: KV transfers from prefill to decode, and prefixes pulled from others."""
+"""Dashboard of KV between workers: transfers from prefill to decode, and prefixes pulled from other workers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ OF_WORKER = 'role=~"$role", worker=~"$worker"'
 
 
 def per_second(counter: str, by: str, labels: str = "") -> str:
-    """The rate of a workers' counter, summed by labels; each worker counts once, though every router reports it."""
+    """Return the summed rate of a workers' counter. Each worker counts once, although every router reports it."""
     inner = ", ".join(dict.fromkeys(("worker", "role", *filter(None, by.split(", ")), *_names(labels))))
     each = f"max by ({inner}) (rate({counter}{{$cluster, {OF_WORKER}{labels}}}[$__rate_interval]))"
     return f"sum by ({by}) ({each})" if by else f"sum({each})"
 
 
 def _names(labels: str) -> list[str]:
-    """`, direction="sent"` -> `direction`."""
+    """Return the label names of matchers: `, direction="sent"` -> `direction`."""
     return [part.partition("=")[0].strip() for part in labels.split(",") if part.strip()]
 
 
@@ -30,8 +30,8 @@ TRAFFIC = Section(
     (
         Panel(
             title="Sent",
-            description="Bytes of KV a second that a worker sent in committed transfers. At the network's limit a "
-            "narrower transfer.wire_dtype helps; more workers do not.",
+            description="Bytes of KV per second that a worker sent in committed transfers. At the network's limit "
+            "choose a narrower transfer.wire_dtype; more workers do not help.",
             unit="Bps",
             queries={
                 "{{worker}} ({{role}})": per_second(
@@ -43,7 +43,7 @@ TRAFFIC = Section(
         ),
         Panel(
             title="Received",
-            description="Bytes of KV a second that a worker received in committed transfers.",
+            description="Bytes of KV per second that a worker received in committed transfers.",
             unit="Bps",
             queries={
                 "{{worker}} ({{role}})": per_second(
@@ -54,9 +54,8 @@ TRAFFIC = Section(
         ),
         Panel(
             title="Transfers by outcome",
-            description="Ended transfers a second; both sides count each. Failed ones were computed again "
-            "elsewhere: see the "
-            "reasons.",
+            description="Finished transfers per second; both sides count each. The KV of failed ones was recomputed "
+            "elsewhere: see the reasons.",
             unit="ops",
             queries={"{{direction}} {{outcome}}": per_second("baton_kv_transfers_total", "direction, outcome")},
             is_stacked=True,
@@ -64,7 +63,8 @@ TRAFFIC = Section(
         ),
         Panel(
             title="Chunk size",
-            description="Mean bytes of a chunk. Small ones cost more than they carry: raise transfer.span_tokens.",
+            description="Mean bytes of a chunk. If chunks are small, the overhead dominates: raise "
+            "transfer.span_tokens.",
             unit="bytes",
             queries={
                 "{{direction}}": f"{per_second('baton_kv_transfer_bytes_total', 'direction')} / "
@@ -89,16 +89,17 @@ TIME = Section(
         ),
         Panel(
             title="Exposed time",
-            description="Mean seconds of a transfer after the prompt was computed, which no computation hid. High: "
-            "the network is slow, or the receiver has no room; see staging and unsent KV.",
+            description="Mean seconds of a transfer after the prompt was computed, which are not hidden behind "
+            "computation. If high, the network is slow, or the receiver has no room; see staging and "
+            "unsent KV.",
             unit="s",
             queries={"exposed": f"{EXPOSED_S} / ({NUM_SENT} > 0)", "whole": f"{TRANSFER_S} / ({NUM_SENT} > 0)"},
             width=8,
-            leads=(Lead("kv-transfer", "Computed and not sent"), Lead("hardware", "Network")),
+            leads=(Lead("kv-transfer", "Computed but not sent"), Lead("hardware", "Network")),
         ),
         Panel(
             title="Stage transfer of requests",
-            description="Time that requests waited for KV, as the stage to blame counts it.",
+            description="Time that requests waited for KV, as counted for the stage to blame.",
             unit="s",
             queries=quantiles("baton_stage_duration_seconds", ', stage="transfer"'),
             width=8,
@@ -109,21 +110,21 @@ TIME = Section(
 )
 
 TROUBLE = Section(
-    "Trouble",
+    "Faults",
     (
         Panel(
             title="Failures by reason",
-            description="corrupted: faulty memory or network; replace the worker. expired, timed_out: the network or "
-            "the receiver hangs. refused: the two sides do not fit; `baton doctor`. lost: a worker or "
-            "the connection died.",
+            description="Failed transfers per second, by reason. corrupted: faulty memory or network; replace the "
+            "worker. expired, timed_out: the network or the receiver hangs. refused: the two workers are "
+            "incompatible; `baton doctor`. lost: a worker or the connection died.",
             unit="ops",
             queries={"{{reason}}": per_second("baton_kv_transfer_failures_total", "reason")},
             is_stacked=True,
         ),
         Panel(
             title="Failures by worker",
-            description="Failed transfers a second by worker, as sender or receiver. One worker alone: `baton "
-            "drain WORKER`.",
+            description="Failed transfers per second by worker, as sender or receiver. If only one worker is "
+            "affected: `baton drain WORKER`.",
             unit="ops",
             queries={
                 "{{worker}} ({{role}}) {{direction}}": per_second(
@@ -134,8 +135,8 @@ TROUBLE = Section(
         ),
         Panel(
             title="Fenced and resent",
-            description="Messages of unknown or past transfers, which were dropped, and messages sent again because "
-            "no answer came. A few after a failure are normal; many without one: the network loses or "
+            description="Dropped messages of unknown or past transfers, and messages that were resent because no "
+            "reply came. A few after a failure are normal. Many without a failure: the network loses or "
             "delays messages.",
             unit="ops",
             queries={
@@ -144,9 +145,9 @@ TROUBLE = Section(
             },
         ),
         Panel(
-            title="Links that fail",
-            description="Transports that could not be opened and are tried again, NCCL communicators that could not be "
-            "ended, and those that may share a stream of their GPU.",
+            title="Transport failures",
+            description="Transports that could not be opened and are retried, NCCL communicators that could not be "
+            "aborted, and those that may share a stream of their GPU.",
             unit="ops",
             queries={
                 "not opened": per_second("baton_kv_failed_openings_total", ""),
@@ -156,8 +157,8 @@ TROUBLE = Section(
         ),
         Panel(
             title="NCCL stalls",
-            description="NCCL operations that did not end in time; their connection was closed and opened again. If "
-            "there are any, see the fabric's logs, and run `baton doctor` on both nodes.",
+            description="NCCL operations that timed out; their connection was closed and reopened. If there are any, "
+            "see the fabric's logs, and run `baton doctor` on both nodes.",
             unit="ops",
             queries={"{{worker}} ({{role}})": per_second("baton_kv_nccl_stalls_total", "worker, role")},
         ),
@@ -165,20 +166,20 @@ TROUBLE = Section(
 )
 
 MEANS = Section(
-    "Pairs, staging and pulls",
+    "Connections, staging and pulls",
     (
         Panel(
-            title="Open pairs",
-            description="Connections of a worker to others, one per pair of ranks. At transfer.max_pairs they are "
-            "opened and closed all the time.",
+            title="Open connections",
+            description="Open connections of a worker to others, one per pair of ranks. At transfer.max_pairs "
+            "connections are opened and closed all the time.",
             unit="short",
             queries={"{{worker}} ({{role}})": f"max by (worker, role) (baton_kv_open_pairs{{$cluster, {OF_WORKER}}})"},
             width=8,
         ),
         Panel(
-            title="Pairs by transport",
-            description="Connections by kind of transport, and by what NCCL moves bytes by. Between GPUs, tcp or "
-            "NET/Socket means that the fast way could not be opened.",
+            title="Connections by transport",
+            description="Connections by kind, and by NCCL's own transport. Between GPUs, tcp or NET/Socket means "
+            "that the fast transport could not be opened.",
             unit="short",
             queries={
                 "{{link}} {{transport}}": f"sum by (link, transport) (max by (worker, link, transport) "
@@ -188,8 +189,8 @@ MEANS = Section(
         ),
         Panel(
             title="Staging slots in use",
-            description="Staging slots that hold a chunk. If they stay at transfer.num_slots, chunks wait for slots: "
-            "raise it.",
+            description="Staging slots that hold a chunk. If the number stays at transfer.num_slots, chunks wait for "
+            "slots: raise it.",
             unit="short",
             queries={
                 "{{worker}} ({{role}})": f"max by (worker, role) ("
@@ -198,9 +199,9 @@ MEANS = Section(
             width=8,
         ),
         Panel(
-            title="Computed and not sent",
-            description="Bytes of KV that are pinned until they are sent. At transfer.max_unsent_mib a prefill "
-            "worker takes no new prompt: the decode pool has no room, or the network is slow.",
+            title="Computed but not sent",
+            description="Bytes of computed KV that are pinned until they are sent. At transfer.max_unsent_mib a "
+            "prefill worker starts no new prompt: the decode pool has no room, or the network is slow.",
             unit="bytes",
             queries={
                 "{{worker}} ({{role}})": f"max by (worker, role) (baton_kv_unsent_bytes{{$cluster, {OF_WORKER}}})"
@@ -210,7 +211,8 @@ MEANS = Section(
         ),
         Panel(
             title="Pulled tokens",
-            description="Prompt tokens a second that came from another worker's cache instead of being computed.",
+            description="Prompt tokens per second that were pulled from another worker's cache instead of being "
+            "computed.",
             unit="suffix: tok/s",
             queries={"{{worker}} ({{role}})": per_second("baton_kv_pulled_tokens_total", "worker, role")},
             width=8,
@@ -218,17 +220,17 @@ MEANS = Section(
         Panel(
             title="Failed pulls",
             description="Prefixes that could not be pulled and were computed: they were evicted, or did not arrive "
-            "within transfer.pull_timeout_s. With many stale hints, the mirror lags: see the prefix "
-            "cache's dashboard.",
+            "within transfer.pull_timeout_s. If there are many stale hints too, the mirror lags: see the "
+            "prefix cache dashboard.",
             unit="ops",
             queries={"{{worker}} ({{role}})": per_second("baton_kv_pull_failures_total", "worker, role")},
             width=8,
             leads=(Lead("prefix-cache", "Stale hints"),),
         ),
         Panel(
-            title="KV transfers, as routers count them",
-            description="Bytes of KV a second that were transferred for requests; the rest of what workers send is "
-            "pulled.",
+            title="KV transfers counted by routers",
+            description="Bytes of KV per second that were transferred for requests. The rest of the workers' traffic "
+            "is pulled prefixes.",
             unit="Bps",
             queries={"transferred": "sum(rate(baton_transfer_bytes_total{$cluster}[$__rate_interval]))"},
             width=8,
@@ -239,7 +241,7 @@ MEANS = Section(
 DASHBOARD = Dashboard(
     name="kv-transfer",
     title="Baton / KV transfer",
-    description="KV between workers: traffic, time, failures.",
+    description="KV between workers: traffic, durations, failures.",
     variables=(ROLE, WORKER),
     sections=(TRAFFIC, TIME, TROUBLE, MEANS),
 )

@@ -1,4 +1,4 @@
-"""The parts of a dashboard, independent of Grafana."""
+"""Parts of a dashboard, independent of Grafana."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 CLUSTER = 'namespace="$namespace", job="$job"'
 ZERO = f"on () 0 * max(baton_build_info{{{CLUSTER}}})"
 FIRING = 'ALERTS{namespace="$namespace", job=~"$job|", alertname=~"Baton.*", alertstate="firing"}'
-"""Baton's alerts that fire. Those about containers and GPUs name no job."""
+"""Baton's firing alerts. Alerts about containers and GPUs have no job."""
 
 
 class Kind(StrEnum):
@@ -22,14 +22,14 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """A link from a panel to the one to look at next."""
+    """Link from a panel to the next panel to look at."""
 
     dashboard: str
-    """The name of the dashboard that has it."""
+    """Name of the target dashboard."""
     panel: str
-    """The title of that panel."""
+    """Title of the target panel."""
     label: str = ""
-    """A label of the lines that is also a variable of that dashboard: a click on a line chooses its value there."""
+    """Label of the lines that is also a variable of the target dashboard: a click on a line selects its value there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,30 +38,30 @@ class Panel:
     description: str
     """The meaning of the panel, and what to do when it looks bad."""
     unit: str
-    """Grafana's id of it."""
+    """Grafana's id of the unit."""
     queries: dict[str, str]
-    """Legend -> expression. A line whose legend begins with `objective` or `ceiling` is a limit, and drawn dashed."""
+    """Legend -> expression. A line whose legend starts with `objective` or `ceiling` is a limit, and drawn dashed."""
     kind: Kind = Kind.LINES
     width: int = 12
-    """Width in columns, of 24."""
+    """Width in columns; a row has 24."""
     height: int = 8
     is_stacked: bool = False
     is_logarithmic: bool = False
     bad_above: float | None = None
-    """Value above which it is red."""
+    """Value above which the panel is red."""
     bad_below: float | None = None
     leads: tuple[Lead, ...] = ()
     last_bound: float | None = None
-    """Last bound of the histogram whose quantiles are shown. A quantile of exactly this value lies above it."""
+    """Last bound of the displayed histogram. A quantile of exactly this value is in fact larger."""
 
     @property
     def is_instant(self) -> bool:
-        """Only the latest value matters."""
+        """True if only the latest value matters."""
         return self.kind in (Kind.BARS, Kind.TABLE)
 
     @property
     def format(self) -> str:
-        """Grafana's form of the answer."""
+        """Grafana's format of the query result."""
         return {Kind.TABLE: "table", Kind.HEAT: "heatmap"}.get(self.kind, "time_series")
 
 
@@ -73,22 +73,22 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variable:
-    """A choice at the top of a dashboard: the values of a label."""
+    """Selector at the top of a dashboard: the values of a label."""
 
     name: str
     metric: str
     label: str
     title: str
     has_all: bool = True
-    """Several, or all, can be chosen: expressions use `=~`."""
+    """Several values, or all, can be selected: expressions use `=~`."""
     pattern: str = ""
-    """A regular expression whose group is the value; the variable follows from others then, and is not shown."""
+    """Regular expression whose group is the value. The variable then derives from others, and is hidden."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:
     name: str
-    """Name of its file; its uid is `baton-NAME`."""
+    """Name of the file; the uid is `baton-NAME`."""
     title: str
     description: str
     variables: tuple[Variable, ...]
@@ -113,5 +113,5 @@ TENANT = Variable(name="tenant", metric="baton_tenant_requests_total{$cluster}",
 
 
 def expanded(expression: str) -> str:
-    """The expression with `$cluster` and `$zero` replaced."""
+    """Return the expression with `$cluster` and `$zero` replaced."""
     return expression.replace("$zero", ZERO).replace("$cluster", CLUSTER)

@@ -1,4 +1,4 @@
-"""The overview: whether the cluster is well, how fast requests are, and which stage is to blame for slow ones."""
+"""Overview dashboard: health of the cluster, latency of requests, and the stage to blame for slow ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OF_CLASS = 'model=~"$model", slo_class=~"$slo_class"'
 
 
 def requests(outcome: str = "", by: str = "") -> str:
-    """Finished requests a second.
+    """Return the rate of finished requests per second.
 
     Args:
         outcome: a matcher, such as `="met"`.
@@ -31,9 +31,8 @@ NOW = Section(
     (
         Panel(
             title="Goodput, requests",
-            description="Requests a second that met their objectives. It falls with the traffic, too: look at the "
-            "attainment "
-            "beside it. If that falls, look at the stage to blame.",
+            description="Requests per second that met their objectives. It also falls with the traffic: compare it "
+            "with the attainment. If the attainment falls, look at the stage to blame.",
             unit="reqps",
             queries={"met": f"{MET} or $zero"},
             kind=Kind.STAT,
@@ -42,7 +41,7 @@ NOW = Section(
         ),
         Panel(
             title="Goodput, tokens",
-            description="Tokens a second of requests that met their objectives.",
+            description="Tokens per second of requests that met their objectives.",
             unit="suffix: tok/s",
             queries={"met": f"{TOKENS_MET} or $zero"},
             kind=Kind.STAT,
@@ -51,9 +50,8 @@ NOW = Section(
         ),
         Panel(
             title="SLO attainment",
-            description="Share of the requests that met their objectives; those that clients cancelled do not "
-            "count. Below 99 %: "
-            "look at the outcomes and at the stage to blame.",
+            description="Share of the requests that met their objectives. Requests that clients cancelled do not "
+            "count. Below 99 %: look at the outcomes and at the stage to blame.",
             unit="percentunit",
             queries={"met": f"({MET} or $zero) / ({CANCELLED_APART} > 0)"},
             kind=Kind.STAT,
@@ -64,21 +62,21 @@ NOW = Section(
         ),
         Panel(
             title="Refused",
-            description="Requests a second that were refused at once, because their first token would have come "
-            "too late. If it "
-            "lasts, the pools are too small: `baton autoscale --dry-run` shows which one.",
+            description="Requests per second that were refused immediately, because their first token would have "
+            "been late. If it lasts, the pools are too small: `baton autoscale --dry-run` shows which "
+            "one.",
             unit="reqps",
             queries={"refused": f"{REFUSED} or $zero"},
             kind=Kind.STAT,
             width=4,
             height=4,
             bad_above=0.1,
-            leads=(Lead("autoscaling", "Utilisation"), Lead("tenants", "Refused or made way")),
+            leads=(Lead("autoscaling", "Utilisation"), Lead("tenants", "Refused or shed")),
         ),
         Panel(
             title="Ready workers",
-            description="Ready workers of both pools, as a share of those desired. Below 100 % for minutes: look at "
-            "`baton status` and the logs of the head.",
+            description="Ready workers of both pools, as a share of the desired ones. Below 100 % for minutes: look "
+            "at `baton status` and the controller's log.",
             unit="percentunit",
             queries={
                 "ready": 'sum(max by (pool) (baton_pool_workers{$cluster, state="ready"})) / '
@@ -90,14 +88,14 @@ NOW = Section(
             bad_below=1,
             leads=(
                 Lead("pools", "Ready and desired"),
-                Lead("pools", "Failures and room"),
+                Lead("pools", "Failures and unplaced workers"),
                 Lead("hardware", "Restarts"),
             ),
         ),
         Panel(
             title="Alerts",
-            description="Baton's alerts that fire now. The `runbook` of each says what to do, and its `runbook_url` "
-            "leads to a page.",
+            description="Baton alerts that are firing. The `runbook` of each alert says what to do, and its "
+            "`runbook_url` links to a page.",
             unit="short",
             queries={"firing": f"count({FIRING}) or $zero"},
             kind=Kind.STAT,
@@ -113,18 +111,18 @@ GOODPUT = Section(
     (
         Panel(
             title="Requests by outcome",
-            description="Finished requests a second, by the outcome for their SLO class. ttft_missed, itl_missed and "
-            "e2e_missed were answered too late: see the stage to blame. rejected: too much load, or too "
-            "few workers.",
+            description="Finished requests per second, by the outcome for their SLO class. ttft_missed, itl_missed "
+            "and e2e_missed were late: see the stage to blame. rejected: too much load, or too few "
+            "workers.",
             unit="reqps",
             queries={"{{outcome}}": requests(by="outcome")},
             is_stacked=True,
         ),
         Panel(
             title="SLO attainment by class",
-            description="Share of a class's requests that met their objectives, without those cancelled. If one "
-            "class falls alone, "
-            "its objectives may be tighter than the model allows: compare with the latencies below.",
+            description="Share of a class's requests that met their objectives, without cancelled ones. If only one "
+            "class falls, its objectives may be tighter than the model allows: compare them with the "
+            "latencies below.",
             unit="percentunit",
             queries={"{{slo_class}}": f"({MET_BY_CLASS} or 0 * {requests(by='slo_class')}) / ({APART_BY_CLASS} > 0)"},
             bad_below=0.99,
@@ -132,17 +130,16 @@ GOODPUT = Section(
         ),
         Panel(
             title="Tokens",
-            description="Tokens a second that were generated, and those of requests that met their objectives. The "
+            description="Generated tokens per second, and those of requests that met their objectives. The "
             "difference was computed too late.",
             unit="suffix: tok/s",
             queries={"generated": GENERATED, "in time": f"{TOKENS_MET} or $zero"},
         ),
         Panel(
             title="Misses by stage to blame",
-            description="Requests a second that were too late, by the stage that took most more than it should. "
-            "queue, prefill: "
-            "more prefill workers. decode_admission, decode: more decode workers. transfer: see the KV transfer's "
-            "dashboard. recovery: workers fail; see the pools'.",
+            description="Late requests per second, by the stage that exceeded its share of the time the most. queue, "
+            "prefill: add prefill workers. decode_admission, decode: add decode workers. transfer: see "
+            "the KV transfer dashboard. recovery: workers fail; see the pools dashboard.",
             unit="reqps",
             queries={"{{stage}}, {{outcome}}": f"{MISSES} or $zero"},
             is_stacked=True,
@@ -158,7 +155,7 @@ GOODPUT = Section(
 
 
 def quantiles(histogram: str, labels: str) -> dict[str, str]:
-    """The median, and what one in ten and one in a hundred wait longer than."""
+    """Return the queries of the 50th, 90th and 99th percentile of a histogram."""
     return {
         f"p{percent}": f"histogram_quantile({percent / 100:g}, sum by (le) "
         f"(rate({histogram}_bucket{{$cluster{labels}}}[$__rate_interval])))"
@@ -178,8 +175,8 @@ LATENCY = Section(
     (
         Panel(
             title="Time to first token",
-            description="Time from a request's arrival to its first token, with the objectives of the classes. Near "
-            "an objective: add prefill workers, or improve the prefix hit rate.",
+            description="Time from a request's arrival to its first token, with the objectives of the classes. If it "
+            "is close to an objective, add prefill workers, or improve the prefix hit rate.",
             unit="s",
             queries={**quantiles("gen_ai_server_time_to_first_token_seconds", f", {OF_MODEL}"), **objective("ttft")},
             width=8,
@@ -193,9 +190,8 @@ LATENCY = Section(
         ),
         Panel(
             title="First tokens, heat map",
-            description="Requests by their time to the first token. Two bands: some find their prefix in a cache, or "
-            "some "
-            "wait. A band that rises: a queue grows.",
+            description="Requests by their time to the first token. Two bands: some requests hit a cached prefix, or "
+            "some wait. A rising band: a queue grows.",
             unit="s",
             queries=answers.heat("gen_ai_server_time_to_first_token_seconds", f", {OF_MODEL}"),
             kind=Kind.HEAT,
@@ -204,8 +200,8 @@ LATENCY = Section(
         ),
         Panel(
             title="Time per output token",
-            description="A request's mean time between tokens, which its ITL objective limits. Near the objective: "
-            "add decode workers.",
+            description="Mean time between tokens of a request, which its ITL objective limits. If it is close to "
+            "the objective, add decode workers.",
             unit="s",
             queries={**quantiles("gen_ai_server_time_per_output_token_seconds", f", {OF_MODEL}"), **objective("itl")},
             width=8,
@@ -214,8 +210,8 @@ LATENCY = Section(
         ),
         Panel(
             title="Gaps between tokens",
-            description="Time between two consecutive tokens. A high p99 with a good mean: streams stall, because of "
-            "preemptions, prompts computed on decode workers, or workers that leave.",
+            description="Time between two consecutive tokens. A high p99 with a good mean: streams stall because of "
+            "preemptions, prompts computed on decode workers, or draining workers.",
             unit="s",
             queries={**quantiles("baton_inter_token_latency_seconds", ""), **objective("itl")},
             width=8,
@@ -225,7 +221,8 @@ LATENCY = Section(
         ),
         Panel(
             title="Where the time goes",
-            description="Mean seconds of a request by stage; the stages add up to its time from arrival to last token.",
+            description="Mean seconds of a request by stage. The stages add up to the time from arrival to the last "
+            "token.",
             unit="s",
             queries={
                 "{{stage}}": "sum by (stage) (rate(baton_stage_duration_seconds_sum{$cluster}[$__rate_interval])) / "
@@ -248,8 +245,8 @@ LATENCY = Section(
         ),
         Panel(
             title="Request duration",
-            description="Time from a request's arrival to its last token, which grows with the answer's length. "
-            "Shown with the e2e objectives of the classes that have one.",
+            description="Time from a request's arrival to its last token, which grows with the length of the "
+            "response. Classes with an e2e objective show it too.",
             unit="s",
             queries={**quantiles("gen_ai_server_request_duration_seconds", f", {OF_MODEL}"), **objective("e2e")},
             width=8,
@@ -264,17 +261,18 @@ TROUBLE = Section(
     (
         Panel(
             title="Refused by class",
-            description="Requests a second that were refused at once (429), with the seconds after which to retry. "
-            "They need more workers, or there are too many requests: `baton autoscale --dry-run` shows "
-            "what the load needs.",
+            description="Requests per second that were refused immediately (429), with a retry time. The load needs "
+            "more workers, or fewer requests: `baton autoscale --dry-run` shows the sizes that the load "
+            "needs.",
             unit="reqps",
             queries={"{{slo_class}}": requests('="rejected"', by="slo_class") + " or $zero"},
             width=8,
         ),
         Panel(
             title="Fields refused and ignored",
-            description="Requests a second that were refused for a field, and fields a second that were ignored "
-            "because they change no answer, by name. A client that is refused in each request shows here.",
+            description="Requests per second that were refused because of a field, and fields per second that were "
+            "ignored because they do not change the response, by name. It shows clients whose every "
+            "request is refused.",
             unit="ops",
             queries={
                 f"{word} {{{{field}}}}": f"sum by (field) (rate(baton_{word}_fields_total{{$cluster}}"
@@ -283,11 +281,10 @@ TROUBLE = Section(
             },
         ),
         Panel(
-            title="Ended by an error",
-            description="Requests by the error that ended them; cancelled is a client that left. InvalidRequest is "
-            "the client's, "
-            "with a message that says what to change; WorkerFailed and TransferError are ours: see the pools' and "
-            "the KV transfer's dashboards.",
+            title="Errors by type",
+            description="Requests by the error that ended them; cancelled: the client left. InvalidRequest is a "
+            "client's error, and its message says what to change. WorkerFailed and TransferError are the "
+            "cluster's: see the pools and the KV transfer dashboards.",
             unit="reqps",
             queries={
                 "{{error_type}}": "sum by (error_type) (rate(gen_ai_server_request_duration_seconds_count{$cluster, "
@@ -297,19 +294,19 @@ TROUBLE = Section(
             leads=(Lead("pools", "Takes traffic"), Lead("kv-transfer", "Failures by reason")),
         ),
         Panel(
-            title="Placed again",
-            description="Choices that failed on a worker and continued elsewhere, by the kind of failure. Clients "
-            "see only a delay. `baton status` shows the workers, `baton status --explain REQUEST` one "
-            "request.",
+            title="Retries",
+            description="Choices that failed on a worker and continued on another, by the kind of failure. Clients "
+            "see only a delay. `baton status` shows the workers, `baton status --explain REQUEST` a "
+            "single request.",
             unit="reqps",
             queries={"{{error}}": "sum by (error) (rate(baton_retries_total{$cluster}[$__rate_interval])) or $zero"},
             width=8,
-            leads=(Lead("pools", "Failures and room"), Lead("kv-transfer", "Failures by worker")),
+            leads=(Lead("pools", "Failures and unplaced workers"), Lead("kv-transfer", "Failures by worker")),
         ),
         Panel(
-            title="Made way",
-            description="Admitted requests that were shed before their first token, in favour of tenants with less "
-            "in the queue. The cluster is overloaded.",
+            title="Shed requests",
+            description="Admitted requests that were preempted before their first token in favour of tenants with "
+            "fewer queued requests. The cluster is overloaded.",
             unit="reqps",
             queries={"shed": "sum(rate(baton_admission_shed_total{$cluster}[$__rate_interval])) or $zero"},
             width=8,
@@ -317,8 +314,8 @@ TROUBLE = Section(
         Panel(
             title="Error of predictions, p90",
             description="|predicted - measured| / measured, for the time to first token and for the prefill. "
-            "Placement and admission rely on these predictions. Above 1 they are guesses, as after a "
-            "change of model until the costs are learned.",
+            "Placement and admission rely on these predictions. Above 1 they are guesses, for instance "
+            "after a change of model until the cost model is fitted.",
             unit="percentunit",
             queries={
                 "{{of}}": "histogram_quantile(0.9, sum by (of, le) "
@@ -329,7 +326,7 @@ TROUBLE = Section(
         ),
         Panel(
             title="All requests by outcome",
-            description="All requests a second, including those refused as invalid, which have no SLO.",
+            description="All requests per second, including those refused as invalid, which have no SLO.",
             unit="reqps",
             queries={
                 "{{outcome}}": 'sum by (outcome) (rate(baton_requests_total{$cluster, model=~"$model"}'

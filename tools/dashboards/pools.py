@@ -1,4 +1,4 @@
-"""The workers: how many, in what state, how full."""
+"""Dashboard of the pools: number, states and load of the workers."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ SIZE = Section(
     (
         Panel(
             title="Ready and desired",
-            description="Workers of each pool. Ready below desired for longer than a start takes: `baton status`, "
-            "then the logs of "
-            "the head and of the worker's pod. `baton scale POOL N` sets what is desired.",
+            description="Workers of each pool. If ready stays below desired for longer than a start takes, look at "
+            "`baton status`, then at the logs of the controller and of the worker's pod. `baton scale "
+            "POOL N` sets the desired size.",
             unit="short",
             queries={"{{pool}} {{state}}": "max by (pool, state) (baton_pool_workers{$cluster})"},
             leads=(
-                Lead("pools", "Failures and room"),
+                Lead("pools", "Failures and unplaced workers"),
                 Lead("autoscaling", "Utilisation"),
                 Lead("hardware", "Pods without a node"),
             ),
         ),
         Panel(
             title="Workers by state",
-            description="draining: the worker transfers its work and leaves. Work left after "
-            "cluster.drain_timeout_s is computed again elsewhere.",
+            description="Workers by state. draining: the worker migrates its requests and leaves. Requests left "
+            "after cluster.drain_timeout_s are recomputed elsewhere.",
             unit="short",
             queries={"{{role}} {{state}}": f"sum by (role, state) ({STATES})"},
             is_stacked=True,
         ),
         Panel(
             title="Takes traffic",
-            description="Green while a worker takes traffic. If one flaps, its log says why; `baton drain WORKER` "
-            "replaces it.",
+            description="Green while a worker accepts requests. If a worker flaps, its log says why; `baton drain "
+            "WORKER` replaces it.",
             unit="short",
             queries={"{{worker}} ({{role}})": f"max by (worker, role) (baton_worker_ready{{$cluster, {OF_WORKER}}})"},
             kind=Kind.STATES,
             bad_below=1,
-            leads=(Lead("kv-transfer", "Failures by worker", "worker"), Lead("hardware", "Why containers ended last")),
+            leads=(Lead("kv-transfer", "Failures by worker", "worker"), Lead("hardware", "Last termination reasons")),
         ),
         Panel(
             title="Workers",
-            description="What each worker reports about itself. Two workers exchange KV only if their wire_compat is "
-            "the same: during a roll-out there are two values, afterwards one. A sampled answer "
-            "continues only on workers with the same sampler.",
+            description="Properties that each worker reports. Two workers exchange KV only if their wire_compat is "
+            "equal: during a rollout there are two values, afterwards one. A sampled response continues "
+            "only on workers with the same sampler.",
             unit="short",
             queries={
                 "": "max by (worker, role, node, engine, sampler, wire_compat, block_size) "
@@ -55,8 +55,9 @@ SIZE = Section(
         ),
         Panel(
             title="Computing",
-            description="What each worker computes with: its GPU (empty: CPUs), types, attention, CUDA graphs, fused "
-            "parts, ranks, and what copies KV. Workers of one pool that differ are not equally fast.",
+            description="Compute configuration of each worker: its GPU (empty: CPUs), data types, attention, CUDA "
+            "graphs, fused modules, ranks, and the implementation of KV copies. Workers of one pool that "
+            "differ are not equally fast.",
             unit="short",
             queries={
                 "": "max by (worker, role, gpu, dtype, weights, kv_dtype, attention, graphs, fused, ranks, kv_copies, "
@@ -72,9 +73,8 @@ LOAD = Section(
     (
         Panel(
             title="Running sequences",
-            description="Sequences in a worker's batch. Uneven among decode workers: some are new, or hold what "
-            "others pull; even "
-            "and at engine.max_num_seqs: the pool is full.",
+            description="Sequences in a worker's batch. Uneven among decode workers: some are new, or hold prefixes "
+            "that others pull. Even and at engine.max_num_seqs: the pool is full.",
             unit="short",
             queries={
                 "{{worker}} ({{role}})": f"max by (worker, role) ("
@@ -84,22 +84,21 @@ LOAD = Section(
         ),
         Panel(
             title="Waiting sequences",
-            description="Sequences that wait for blocks or for their KV. Growing on prefill workers: prompts come "
-            "faster than they "
-            "are computed. On decode workers: KV does not arrive, or there is no room for it.",
+            description="Sequences that wait for blocks or for their KV. Growing on prefill workers: prompts arrive "
+            "faster than they are computed. Growing on decode workers: KV does not arrive, or there are "
+            "no free blocks for it.",
             unit="short",
             queries={
                 "{{worker}} ({{role}})": f"max by (worker, role) ("
                 f'baton_worker_sequences{{$cluster, state="waiting", {OF_WORKER}}})'
             },
-            leads=(Lead("autoscaling", "Utilisation"), Lead("kv-transfer", "Computed and not sent", "worker")),
+            leads=(Lead("autoscaling", "Utilisation"), Lead("kv-transfer", "Computed but not sent", "worker")),
         ),
         Panel(
             title="KV in use",
-            description="Share of a worker's blocks that sequences hold; cached ones can be taken at once and do "
-            "not count. Above "
-            "90 %: sequences wait or are preempted. More workers, a larger engine.kv_cache_gib, or a smaller "
-            "engine.output_reservation.",
+            description="Share of a worker's blocks that sequences hold. Cached blocks do not count, as they can be "
+            "reused immediately. Above 90 %, sequences wait or are preempted: add workers, raise "
+            "engine.kv_cache_gib, or lower engine.output_reservation.",
             unit="percentunit",
             queries={
                 "{{worker}} ({{role}})": "max by (worker, role) (baton_kv_blocks{$cluster, "
@@ -111,8 +110,8 @@ LOAD = Section(
         ),
         Panel(
             title="Drafts",
-            description="Tokens a second that were guessed and checked beside the next ones, and those of them that "
-            "proved right: each saves its answer a step. Texts that do not repeat themselves have none.",
+            description="Speculated tokens per second that were checked together with the next ones, and those that "
+            "were accepted: each saves its response a step. Text that does not repeat itself has none.",
             unit="short",
             queries={
                 f"{name} ({{{{kind}}}})": "sum by (kind) (max by (worker, kind) "
@@ -122,8 +121,8 @@ LOAD = Section(
         ),
         Panel(
             title="KV blocks by state",
-            description="free + cached + in_use is the size of the pools. No cached blocks left: the next turn of a "
-            "conversation finds no prefix.",
+            description="KV blocks; free + cached + in_use is the size of the pools. If no cached blocks are left, "
+            "the next turn of a conversation finds no prefix.",
             unit="short",
             queries={
                 "{{role}} {{state}}": "sum by (role, state) (max by (worker, role, state) "
@@ -135,25 +134,24 @@ LOAD = Section(
 )
 
 TROUBLE = Section(
-    "Trouble",
+    "Faults",
     (
         Panel(
-            title="Failures and room",
-            description="Times in 10 minutes that workers of a pool died or could not start, and workers that wait "
-            "for a "
-            "node with room. The controller's log has a line with the reason of each: `kubectl logs "
-            "deployment/RELEASE-controller -c controller`.",
+            title="Failures and unplaced workers",
+            description="Failures: how often in 10 minutes workers of a pool died or could not start. Unplaced: "
+            "workers that wait for a node with room. The controller logs the reason for each failure: "
+            "`kubectl logs deployment/RELEASE-controller -c controller`.",
             unit="short",
             queries={
                 "failures of {{pool}}": "max by (pool) (increase(baton_worker_failures_total{$cluster}[10m]))",
-                "without room in {{pool}}": "max by (pool) (baton_unplaced_workers{$cluster})",
+                "unplaced in {{pool}}": "max by (pool) (baton_unplaced_workers{$cluster})",
             },
             leads=(Lead("hardware", "Restarts"), Lead("hardware", "Pods without a node")),
         ),
         Panel(
             title="Preemptions",
-            description="Sequences a second that lost their blocks and are computed again. Answers are longer than "
-            "engine.output_reservation, and the pool has no room for the rest.",
+            description="Sequences per second that lost their blocks and are recomputed. Responses are longer than "
+            "engine.output_reservation, and the pool has no free blocks for the rest.",
             unit="ops",
             queries={
                 "{{worker}} ({{role}})": "max by (worker, role) (rate(baton_preemptions_total{$cluster, "
@@ -163,9 +161,8 @@ TROUBLE = Section(
         ),
         Panel(
             title="Self-check",
-            description="Red: a worker's own integrity check fails, so blocks have leaked. Keep its log, then "
-            "`baton drain "
-            "WORKER`.",
+            description="Red: a worker's integrity check fails, so blocks have leaked. Keep its log, then `baton "
+            "drain WORKER`.",
             unit="short",
             queries={
                 "{{worker}} ({{role}})": "min by (worker, role) ("
@@ -175,9 +172,9 @@ TROUBLE = Section(
             bad_below=1,
         ),
         Panel(
-            title="Slow ways of computing",
-            description="Ways in which a worker computes that are slower than its device allows, such as attention by "
-            "torch or no CUDA graphs. Above 0: `baton doctor` names each, with the reason.",
+            title="Slow implementations",
+            description="Implementations that are slower than a worker's device allows, such as attention by torch, "
+            "or no CUDA graphs. Above 0: `baton doctor` names each, with the reason.",
             unit="short",
             queries={
                 "{{worker}} ({{role}})": f"max by (worker, role) (baton_worker_fallbacks{{$cluster, {OF_WORKER}}})"
@@ -187,8 +184,8 @@ TROUBLE = Section(
         ),
         Panel(
             title="Redis",
-            description="Red: a router does not reach Redis. Requests continue, but the router learns of no new "
-            "prefixes and workers. `baton doctor` shows what is wrong.",
+            description="Red: a router cannot reach Redis. Requests continue, but the router does not see new "
+            "prefixes and workers. `baton doctor` shows the fault.",
             unit="short",
             queries={"{{instance}}": "min by (instance) (baton_redis_up{$cluster})"},
             kind=Kind.STATES,
@@ -207,9 +204,9 @@ TROUBLE = Section(
         ),
         Panel(
             title="Memory of Redis",
-            description="Memory that Redis uses, its limit if it has one, and the keys that it evicted. At the limit "
-            "workers cannot renew their leases: raise redis.maxmemory. Evicted keys: set maxmemory-policy to "
-            "noeviction.",
+            description="Memory that Redis uses, its limit if it has one, and the number of evicted keys. At the "
+            "limit workers cannot renew their leases: raise redis.maxmemory. If keys are evicted, set "
+            "maxmemory-policy to noeviction.",
             unit="bytes",
             queries={
                 "{{kind}}": "max by (kind) (baton_redis_memory_bytes{$cluster})",
@@ -218,8 +215,9 @@ TROUBLE = Section(
         ),
         Panel(
             title="Certificates",
-            description="Time until a certificate expires, as the routers hold it. Expired: members refuse each other, "
-            "clients the routers. Files are read again when they change; without TLS the panel is empty.",
+            description="Time until a certificate expires, as the routers have it. Once it has expired, members "
+            "refuse each other, and clients refuse the routers. Processes reread the files when they "
+            "change. Without TLS the panel is empty.",
             unit="s",
             queries={
                 "{{certificate}}": "min by (certificate) "
@@ -228,16 +226,18 @@ TROUBLE = Section(
             bad_below=259200,
         ),
         Panel(
-            title="Skipped in Redis",
-            description="Values a second that a router could not read, by kind: written by another release, or by "
-            "another program. Each affects only the object that it describes; `baton status` shows its key.",
+            title="Unreadable values in Redis",
+            description="Values per second that a router could not parse, by kind: written by another release, or by "
+            "another program. Each affects only the object that it describes; `baton status` shows its "
+            "key.",
             unit="ops",
             queries={"{{what}}": "sum by (what) (rate(baton_store_garbage_total{$cluster}[$__rate_interval]))"},
         ),
         Panel(
             title="Malformed messages",
-            description="gRPC messages a second that are not in protobuf's form, by who was sent them: a client that "
-            "is broken, or that probes. To a worker or the controller only members should speak.",
+            description="gRPC messages per second that are not valid protobuf, by the process that received them: "
+            "from a broken client, or from a probe. Only members should connect to workers and the "
+            "controller.",
             unit="ops",
             queries={
                 "routers": "sum(rate(baton_malformed_messages_total{$cluster}[$__rate_interval]))",
@@ -247,7 +247,7 @@ TROUBLE = Section(
         ),
         Panel(
             title="Versions",
-            description="Routers by version: during a roll-out there are two.",
+            description="Routers by version. During a rollout there are two.",
             unit="short",
             queries={"": "count by (version) (baton_build_info{$cluster})"},
             kind=Kind.TABLE,
@@ -258,7 +258,7 @@ TROUBLE = Section(
 DASHBOARD = Dashboard(
     name="pools",
     title="Baton / Pools",
-    description="The workers: how many, in what state, how full.",
+    description="Number, states and load of the workers.",
     variables=(ROLE, WORKER),
     sections=(SIZE, LOAD, TROUBLE),
 )

@@ -1,4 +1,4 @@
-"""The dashboard of the prefix cache: hit rates, their ceiling, and the accuracy of the index."""
+"""Dashboard of the prefix cache: hit rates, their ceiling, and the accuracy of the index."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ HITS = Section(
         Panel(
             title="Hit rate and its ceiling",
             description="Share of the prompt tokens found in a cache, and the share that a cache without eviction "
-            "would have held. Far below the ceiling: caches are too small (few cached blocks left), or "
-            "requests are placed away from their prefixes. A low ceiling: the prompts have little in "
-            "common.",
+            "would have found. Far below the ceiling: caches are too small (few cached blocks left), or "
+            "requests are placed on workers without their prefixes. A low ceiling: the prompts have "
+            "little in common.",
             unit="percentunit",
             queries={"hit rate": f"{HIT} / ({PROMPT} > 0)", "ceiling": f"{CEILING} / ({PROMPT} > 0)"},
             width=16,
@@ -27,7 +27,7 @@ HITS = Section(
         ),
         Panel(
             title="Share of the ceiling",
-            description="Hits as a share of those possible.",
+            description="Hits as a share of the possible hits.",
             unit="percentunit",
             queries={"reached": f"{HIT} / ({CEILING} > 0)"},
             kind=Kind.STAT,
@@ -35,13 +35,13 @@ HITS = Section(
         ),
         Panel(
             title="Prompt tokens",
-            description="Prompt tokens a second of requests served, and those of them that were computed.",
+            description="Prompt tokens per second of served requests, and those that were computed.",
             unit="suffix: tok/s",
             queries={"prompts": PROMPT, "computed": f"{PROMPT} - {HIT}"},
         ),
         Panel(
             title="Pulled from another worker",
-            description="Prompt tokens a second whose KV came from another worker's cache. They are hits, too.",
+            description="Prompt tokens per second whose KV came from another worker's cache. They count as hits.",
             unit="suffix: tok/s",
             queries={
                 "{{worker}} ({{role}})": "max by (worker, role) (rate("
@@ -51,9 +51,8 @@ HITS = Section(
         ),
         Panel(
             title="Hot prefixes",
-            description="Share of the recent requests that begin with the same block; the five most common. One "
-            "near 100 % is a "
-            "system prompt: every worker should have it.",
+            description="Share of the recent requests that start with the same block, for the five most common "
+            "blocks. A share near 100 % is a system prompt: every worker should cache it.",
             unit="percentunit",
             queries={"{{prefix}}": "avg by (prefix) (baton_hot_prefix_share{$cluster})"},
             kind=Kind.BARS,
@@ -75,8 +74,8 @@ INDEX = Section(
     (
         Panel(
             title="Stale hints",
-            description="Share of the placements whose worker held less of the prompt than the index reported. Above "
-            "5 %: routers are behind (mirror lag), or caches are so small that blocks are evicted before "
+            description="Share of the placements whose worker held a shorter prefix than the index reported. Above 5 "
+            "%: routers are behind (mirror lag), or caches are so small that blocks are evicted before "
             "the request arrives.",
             unit="percentunit",
             queries={
@@ -88,15 +87,15 @@ INDEX = Section(
         ),
         Panel(
             title="Tokens wrongly reported as cached",
-            description="Prompt tokens a second that the index wrongly reported as cached. They were computed.",
+            description="Prompt tokens per second that the index wrongly reported as cached. They were computed.",
             unit="suffix: tok/s",
             queries={"stale": "sum(rate(baton_index_stale_tokens_total{$cluster}[$__rate_interval])) or $zero"},
             width=8,
         ),
         Panel(
             title="Mirror lag",
-            description="Age of the newest index event that a router has not processed yet. If it is seconds, Redis "
-            "or the router is overloaded: `baton status`, `baton doctor`.",
+            description="Age of the newest index event that a router has not processed yet. If it reaches seconds, "
+            "Redis or the router is overloaded: `baton status`, `baton doctor`.",
             unit="s",
             queries={"{{router}}": "max by (router) (baton_mirror_lag_seconds{$cluster})"},
             width=8,
@@ -104,8 +103,8 @@ INDEX = Section(
             leads=(Lead("pools", "Redis"), Lead("hardware", "Processor")),
         ),
         Panel(
-            title="Blocks a router believes in, and what workers have",
-            description="Blocks of a worker according to the mirror, and the worker's own count. If they differ for "
+            title="Blocks in the mirror and on workers",
+            description="Blocks of a worker according to the mirror, and according to the worker. If they differ for "
             "minutes, the index is wrong for that worker: restart the router, or `baton drain WORKER`.",
             unit="short",
             queries={

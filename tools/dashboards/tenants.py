@@ -1,4 +1,4 @@
-"""Who asks how much, and who is served how well."""
+"""Dashboard of the tenants: load and SLO attainment of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def tokens(kinds: str) -> str:
 
 
 def requests(outcome: str = "", by: str = "tenant") -> str:
-    """The rate of a tenant's requests; `outcome` is a matcher, such as `="met"`."""
+    """Return the rate of a tenant's requests; `outcome` is a matcher, such as `="met"`."""
     labels = '$cluster, tenant=~"$tenant"' + (f", outcome{outcome}" if outcome else "")
     return f"sum by ({by}) (rate(baton_tenant_requests_total{{{labels}}}[$__rate_interval]))"
 
@@ -33,7 +33,7 @@ REQUESTS = Section(
     (
         Panel(
             title="Requests by tenant",
-            description="Finished requests a second. When the cluster is full, tenants above their weighted share "
+            description="Finished requests per second. When the cluster is full, tenants above their weighted share "
             "are refused first.",
             unit="reqps",
             queries={"{{tenant}}": requests()},
@@ -41,49 +41,50 @@ REQUESTS = Section(
         ),
         Panel(
             title="Requests by outcome",
-            description="Requests of the chosen tenants. rejected: over their share while the cluster is full; "
-            "limited: beyond a limit of their own.",
+            description="Requests of the selected tenants. rejected: above the tenant's share while the cluster is "
+            "full; limited: beyond one of the tenant's limits.",
             unit="reqps",
             queries={"{{outcome}}": requests(by="outcome")},
             is_stacked=True,
         ),
         Panel(
             title="Objectives met",
-            description="Share of a tenant's requests that met their objectives; cancelled and invalid ones do not "
-            "count. If one tenant alone is low, its class may be too tight for its prompts, or its "
+            description="Share of a tenant's requests that met their objectives. Cancelled and invalid requests do "
+            "not count. If only one tenant is low, its class may be too tight for its prompts, or its "
             "weight too small for its load.",
             unit="percentunit",
             queries={"{{tenant}}": f"({MET} or 0 * {requests()}) / ({COUNTED} > 0)"},
             bad_below=0.99,
-            leads=(Lead("overview", "SLO attainment by class"), Lead("tenants", "Refused or made way", "tenant")),
+            leads=(Lead("overview", "SLO attainment by class"), Lead("tenants", "Refused or shed", "tenant")),
         ),
         Panel(
-            title="Refused or made way",
-            description="Requests a second of a tenant that were refused, and those admitted and then shed in favour "
-            "of other tenants. Raise its `weight` in the tenants' file, or enlarge the pools.",
+            title="Refused or shed",
+            description="Requests per second of a tenant that were refused, and those that were admitted and then "
+            "preempted in favour of other tenants. Raise its `weight` in the tenants' file, or enlarge "
+            "the pools.",
             unit="reqps",
-            queries={"refused {{tenant}}": f"{REFUSED} or $zero", "made way {{tenant}}": f"{SHED} or $zero"},
+            queries={"refused {{tenant}}": f"{REFUSED} or $zero", "shed {{tenant}}": f"{SHED} or $zero"},
         ),
         Panel(
-            title="Beyond their limits",
-            description="Requests a second that were refused because their tenant had used up a limit, by the limit's "
-            "name in the tenants' file.",
+            title="Refused by limit",
+            description="Requests per second that were refused because their tenant had used up a limit, by the "
+            "limit's name in the tenants' file.",
             unit="reqps",
             queries={"{{tenant}}, {{limit}}": LIMITED},
             leads=(Lead("tenants", "Requests by tenant", "tenant"),),
         ),
         Panel(
-            title="Fields that are not served",
-            description="Fields of bodies over HTTP, in the last minutes: refused ones made a request fail, ignored "
-            "ones had no effect. other: names that no API has.",
+            title="Unsupported fields",
+            description="Fields of HTTP request bodies within the last minutes. refused: the request failed because "
+            "of the field. ignored: the field had no effect. other: names that no API has.",
             unit="short",
             queries={"refused {{field}}": UNSERVED["refused"], "ignored {{field}}": UNSERVED["ignored"]},
         ),
         Panel(
             title="Tenants' file and usage log",
             description="Changes of the tenants' file that the routers adopted or refused, and usage records written "
-            "or failed, within the last minutes. refused: the file is wrong, and the entries before it stay in force; "
-            "failed: the records are lost.",
+            "or failed, within the last minutes. refused: the file is invalid, and the previous entries "
+            "stay in force. failed: the records are lost.",
             unit="short",
             queries={
                 "tenants' file {{outcome}}": READS,
@@ -98,7 +99,7 @@ TOKENS = Section(
     (
         Panel(
             title="Generated",
-            description="Tokens a second by tenant.",
+            description="Generated tokens per second by tenant.",
             unit="suffix: tok/s",
             queries={"{{tenant}}": tokens("generated")},
             width=8,
@@ -106,7 +107,7 @@ TOKENS = Section(
         ),
         Panel(
             title="Prompts",
-            description="Prompt tokens a second by tenant, cached ones included.",
+            description="Prompt tokens per second by tenant, including cached ones.",
             unit="suffix: tok/s",
             queries={"{{tenant}}": tokens("prompt")},
             width=8,
@@ -114,15 +115,16 @@ TOKENS = Section(
         ),
         Panel(
             title="Found in a cache",
-            description="Share of a tenant's prompt tokens that were cached. Tenants with one `cache_scope` share "
-            "their prefixes.",
+            description="Share of a tenant's prompt tokens that were cached. Tenants with the same `cache_scope` "
+            "share their prefixes.",
             unit="percentunit",
             queries={"{{tenant}}": f"({tokens('cached')} or 0 * {tokens('prompt')}) / ({tokens('prompt')} > 0)"},
             width=8,
         ),
         Panel(
-            title="Most tokens",
-            description="The tenants with most tokens, of prompts and computed for answers, within the chosen time.",
+            title="Top tenants by tokens",
+            description="The tenants with the most tokens, in prompts and computed for responses, within the "
+            "selected time range.",
             unit="short",
             queries={
                 "{{tenant}}": "topk(20, sum by (tenant) (increase(baton_tenant_tokens_total{$cluster, "

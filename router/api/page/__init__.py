@@ -1,15 +1,16 @@
-"""The page at `/` of the HTTP port: files that the browser gets as they lie here, built by nobody.
+"""The page at `/` of the HTTP port: static files, served as they are, without a build step.
 
     index.html            the frame of all views
     style.css             light and dark, wide and narrow
-    figures.js            from answers of /api to the figures that are shown: pure, tests run it by itself
+    figures.js            computes the displayed figures from responses of /api: pure, tested without a browser
     draw.js               elements, charts and dialogs
     overview.js, requests.js, workers.js, playground.js, reference.js    the views
-    app.js                asks the router every two seconds, and has the view that is open drawn
-    uPlot.*               charts, by Leon Sorokin (MIT, uPlot.LICENSE), version 1.6.32 as npm has it
+    app.js                polls the router every two seconds and redraws the open view
+    uPlot.*               charts, by Leon Sorokin (MIT, uPlot.LICENSE), version 1.6.32 from npm
 
-They ask nobody but the router that they came from, and say nothing of the cluster: what they show is behind /api,
-where there are tenants for an operator's key, which the page asks for and keeps as long as its tab is open.
+The files send requests only to the router that serves them, and contain nothing about the cluster. Its data comes from
+/api, which requires an operator's key if tenants are configured. The page asks for the key and keeps it until its tab
+is closed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FILES = {
     for each in sorted(_FOLDER.iterdir(), key=lambda each: each.name)
     if each.name.rpartition(".")[2] in _KINDS
 }
-"""Path -> the file's bytes."""
+"""Path -> bytes of the file."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -39,13 +40,13 @@ HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Adds the page's files to the application."""
+    """Add the page's files to the application."""
     for path, content in FILES.items():
         app.get(path, include_in_schema=False)(_File(path, content))
 
 
 class _File:
-    """Answers with one file, or with 304 where the browser has it already."""
+    """Endpoint that returns one file, or 304 if the browser already has it."""
 
     def __init__(self, path: str, content: bytes) -> None:
         kind = _KINDS["html" if path == "/" else path.rpartition(".")[2]]

@@ -1,4 +1,4 @@
-// The page itself: asks the router every two seconds, keeps what it answered, and has the open view drawn.
+// The page itself: polls the router every two seconds, keeps its responses, and redraws the open view.
 
 import { Refused, ask, keep, key } from "./asking.js";
 import { byId, h, say } from "./draw.js";
@@ -12,16 +12,16 @@ import { Workers } from "./workers.js";
 const EVERY_MS = 2000, LOST_AFTER_MS = 7000;
 
 const state = {
-  status: null, // the latest answer of /api/status
-  before: null, // the one before it
+  status: null, // the latest response of /api/status
+  before: null, // the previous one
   slots: new Map(), // the last hour, by slot
   slotS: 10,
   bounds: {},
-  nowS: 0, // the router's clock at the latest answer
-  spanS: 300, // what is shown
-  model: null, // of /v1/models
-  loads: new Map(), // router -> its own load, as it answered last
-  hasOrders: false, // drain, role and size may be offered
+  nowS: 0, // the router's clock at the latest response
+  spanS: 300, // the displayed time span
+  model: null, // from /v1/models
+  loads: new Map(), // router -> its latest load
+  hasOrders: false, // the user may drain, change roles and scale
 };
 const views = { overview: new Overview(), requests: new Requests(), workers: new Workers(), playground: new Playground(), api: new Reference() };
 let open = null, lastAnswerMs = null, reason = "", refusedStatus = 0;
@@ -68,10 +68,10 @@ function showHead() {
   byId("key-button").hidden = !isAsked && !key();
   byId("ask").hidden = !(isAsked && !isPatient()) && !isAskOpen;
   byId("forget").hidden = !key();
-  say(byId("ask-reason"), !key() ? "" : refusedStatus === 403 ? "This key is no operator's." : refusedStatus === 401 ? "This key is not known." : "This key works.");
+  say(byId("ask-reason"), !key() ? "" : refusedStatus === 403 ? "This key has no operator rights." : refusedStatus === 401 ? "This key is unknown." : "This key works.");
 }
 
-// Views that work with the key of any tenant do not insist on an operator's.
+// Views that work with any tenant's key do not ask for an operator's key.
 const isPatient = () => (open === views.playground && refusedStatus === 403) || open === views.api;
 let isAskOpen = false;
 
@@ -79,13 +79,13 @@ function showAge() {
   if (lastAnswerMs === null && !reason) return;
   const isLost = !refusedStatus && (lastAnswerMs === null || Date.now() - lastAnswerMs > LOST_AFTER_MS);
   const at = lastAnswerMs === null ? "" : new Date(lastAnswerMs).toLocaleTimeString();
-  say(byId("lost"), isLost ? `The router does not answer (${reason || "no answer yet"}). ${at && `What is shown is of ${at}.`}` : "");
+  say(byId("lost"), isLost ? `The router does not answer (${reason || "no response yet"}). ${at && `The data is from ${at}.`}` : "");
   byId("lost").hidden = !isLost;
-  document.title = isLost ? "Baton: lost" : `Baton${state.status?.models[0] ? ` · ${state.status.models[0].id}` : ""}`;
+  document.title = isLost ? "Baton: connection lost" : `Baton${state.status?.models[0] ? ` · ${state.status.models[0].id}` : ""}`;
 }
 
 async function look() {
-  const since = Math.max(0, ...state.slots.keys()) - 6; // other routers still write to the latest
+  const since = Math.max(0, ...state.slots.keys()) - 6; // other routers still write to the latest slots
   const [status, history] = await Promise.all([ask("api/status"), ask(`api/history?since=${since > 0 ? since : 0}`)]);
   state.before = state.status;
   state.status = status;
@@ -109,7 +109,7 @@ async function again() {
     reason = "";
   } catch (error) {
     refusedStatus = error instanceof Refused && [401, 403].includes(error.status) ? error.status : 0;
-    reason = error.name === "TimeoutError" ? "it takes too long" : error.message;
+    reason = error.name === "TimeoutError" ? "timeout" : error.message;
     if (refusedStatus) {
       state.status = state.before = null;
       state.loads.clear();
@@ -143,7 +143,7 @@ byId("span").addEventListener("change", () => {
   draw();
 });
 
-const THEMES = { "": ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
+const THEMES = { "": ["◐", "system default"], light: ["☀", "light"], dark: ["☾", "dark"] };
 function useTheme(name) {
   if (name) document.documentElement.dataset.theme = name;
   else delete document.documentElement.dataset.theme;

@@ -1,4 +1,4 @@
-// Asks the router, with the API key that the user has given.
+// Requests to the router, with the user's API key.
 
 const KEY = "baton-api-key", TIMEOUT_MS = 10000;
 
@@ -13,7 +13,7 @@ export const key = () => sessionStorage.getItem(KEY) || "";
 export const keep = (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY));
 export const headers = (more = {}) => (key() ? { Authorization: `Bearer ${key()}`, ...more } : more);
 
-// The error that an answer is, with the sentence of its body.
+// Returns the error of a failed response, with the message of its body.
 export async function refusal(answer) {
   const body = await answer.json().catch(() => null);
   return new Refused(answer.status, body?.error?.message || `HTTP status ${answer.status}`);

@@ -1,10 +1,10 @@
-// Elements, charts, dialogs: what all views draw with.
+// Elements, charts and dialogs, shared by all views.
 
 import { duration, figure, lone, short, tick } from "./figures.js";
 
 export const byId = (id) => document.getElementById(id);
 
-// An element. attributes: class, on* listeners, dataset as data-*, properties such as value; null is left out.
+// Creates an element. attributes: class, on* listeners, dataset as data-*, properties such as value; null is omitted.
 export function h(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -18,13 +18,13 @@ export function h(tag, attributes = {}, ...children) {
   return made;
 }
 
-// Sets a text only where it changes, so that a selection stays and nothing is read out twice.
+// Sets a text only if it changes, so that a selection stays and screen readers read nothing twice.
 export function say(element, text, className) {
   if (element.textContent !== text) element.textContent = text;
   if (className !== undefined && element.className !== className) element.className = className;
 }
 
-// Keeps the children of an element the same elements from answer to answer: focus and open menus stay where they are.
+// Reuses the children of an element from response to response, so that focus and open menus stay.
 export function keyed(parent, items, key, make, update) {
   const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   let place = parent.firstElementChild;
@@ -52,7 +52,7 @@ export const STAGES = ["queue", "decode_admission", "prefill", "transfer", "deco
 export const stageClass = (stage) => (stage === "prefill" || stage === "decode" ? `s-${stage}` : stage);
 export const stageName = (stage) => ({ decode_admission: "admission" })[stage] || stage;
 
-// A bar of a request's stages. seconds: {queue: 0.1, ...}.
+// Creates a bar of a request's stages. seconds: {queue: 0.1, ...}.
 export function stageBar(seconds, isTall = false) {
   const all = STAGES.reduce((sum, stage) => sum + (seconds[stage] || 0), 0);
   const said = STAGES.filter((stage) => seconds[stage] > 0).map((stage) => `${stageName(stage)} ${duration(seconds[stage])}`).join(", ");
@@ -68,14 +68,14 @@ export function stageLegend(seconds) {
 
 const OUTCOMES = {
   running: ["running", "soft"], met: ["in time", "good"], ttft_missed: ["late first token", "warn"], itl_missed: ["slow tokens", "warn"],
-  e2e_missed: ["late end", "warn"], error: ["error", "bad"], rejected: ["refused", "bad"], limited: ["over its limit", "bad"],
+  e2e_missed: ["late completion", "warn"], error: ["error", "bad"], rejected: ["refused", "bad"], limited: ["over its limit", "bad"],
   invalid: ["invalid", "soft"], cancelled: ["cancelled", "soft"],
 };
 export const outcomeName = (outcome) => OUTCOMES[outcome]?.[0] || outcome;
 export const outcomeChip = (outcome) => h("span", { class: `chip ${OUTCOMES[outcome]?.[1] || ""}` }, outcomeName(outcome));
 export const stateClass = (state) => ({ ready: "good", dead: "bad" })[state] || "warn";
 
-// The colour that a name of style.css has now, for canvases.
+// Returns the current value of a colour of style.css, for canvases.
 export function colour(name) {
   const probe = h("i", { hidden: true });
   probe.style.color = `var(--${name})`;
@@ -87,8 +87,8 @@ export function colour(name) {
 
 const LABEL_FONT = "11px system-ui, sans-serif";
 
-// A chart over time. lines: [{name, colour, fill}]; isLog: seconds on a logarithmic axis; else a number a second, from 0 on.
-// control: an element beside the title.
+// A chart over time. lines: [{name, colour, fill}]; isLog: seconds on a logarithmic axis; otherwise a rate per second,
+// starting at 0. control: an element next to the title.
 export class Chart {
   constructor(title, lines, { isLog = false, control = null } = {}) {
     this.lines = lines;
@@ -109,7 +109,7 @@ export class Chart {
     new ResizeObserver(() => this.fit()).observe(this.place);
   }
 
-  // marks: [{value, name}], drawn as dashed lines. texts: what the legend says, a text a line.
+  // marks: [{value, name}], drawn as dashed lines. texts: the texts of the legend, one per line.
   show(data, marks, texts) {
     this.data = data;
     const changed = JSON.stringify(marks) !== JSON.stringify(this.marks);
@@ -175,7 +175,7 @@ export class Chart {
     ctx.restore();
   }
 
-  // The legend says what is under the pointer, or else what it was given.
+  // The legend shows the values under the pointer, or else the given texts.
   point(plot) {
     const i = plot.cursor.idx, isOver = i !== null && i !== undefined && plot.cursor.left >= 0;
     this.isPointed = isOver;
@@ -205,7 +205,7 @@ export function clock(at, withSeconds = false) {
   return date.toLocaleTimeString("en-GB", withSeconds || date.getSeconds() ? { ...parts, second: "2-digit" } : parts);
 }
 
-// Asks for a yes. Resolves to whether it was given.
+// Asks for confirmation. Resolves to true if the user confirms.
 export function confirm({ title, text, yes, isDanger }) {
   const dialog = byId("confirm");
   say(byId("confirm-title"), title);
@@ -228,7 +228,7 @@ export async function copy(text, what) {
     await navigator.clipboard.writeText(text);
     toast(`${what} copied`);
   } catch {
-    toast("This browser does not let the page copy: select the text instead");
+    toast("This browser does not allow the page to copy: select the text instead");
   }
 }
 

@@ -1,9 +1,9 @@
-// From answers of /api to the figures that are shown. Nothing here touches the page: tests run this file by itself.
+// Computes the displayed figures from responses of /api. Nothing here uses the DOM: tests run this file without a page.
 
-export const NUM_SLOTS = 360; // an hour, as long as routers keep them
-const SMALLEST_PART_S = 3; // of the slot that has only begun: less says nothing of a rate
+export const NUM_SLOTS = 360; // an hour, which is as much as routers keep
+const SMALLEST_PART_S = 3; // minimum part of the current slot: less is not enough for a rate
 
-// Puts the slots of an answer of /api/history in the place of those that are known. kept: slot -> {num_routers, counts}.
+// Replaces known slots by those of a response of /api/history. kept: slot -> {num_routers, counts}.
 export function remember(kept, answer) {
   const slots = new Map(kept);
   for (const { slot, num_routers, counts } of answer.slots) slots.set(slot, { num_routers, counts });
@@ -17,14 +17,14 @@ export function added(slots) {
   return sums;
 }
 
-// [[name without the prefix, count]], of names such as requests/met/default.
+// Returns [[name without the prefix, count]] of names such as requests/met/default.
 function below(counts, prefix) {
   return Object.entries(counts).filter(([name]) => name.startsWith(prefix)).map(([name, count]) => [name.slice(prefix.length), count]);
 }
 
 const sumBelow = (counts, prefix) => below(counts, prefix).reduce((sum, [, count]) => sum + count, 0);
 
-// Requests by class and outcome: {default: {met: 3}}.
+// Returns the requests by class and outcome: {default: {met: 3}}.
 export function byClass(counts) {
   const classes = {};
   for (const [name, count] of below(counts, "requests/")) {
@@ -34,7 +34,7 @@ export function byClass(counts) {
   return classes;
 }
 
-// Requests that came, were answered in time, came too late or failed, were refused. Those that clients left count as offered alone.
+// Counts requests: offered, met, late, failed, refused. Cancelled requests count only as offered.
 export function requests(counts) {
   const of = (outcome) => sumBelow(counts, `requests/${outcome}/`);
   const met = of("met"), refused = of("rejected"), errors = of("error"), cancelled = of("cancelled");
@@ -42,9 +42,10 @@ export function requests(counts) {
   return { offered, met, refused, errors, cancelled, late: offered - met - refused - errors - cancelled, ended: offered - cancelled };
 }
 
-// {value, isAbove, isBelow} as Prometheus' histogram_quantile, even within a bucket; isBelow: it lies below the first
-// bound, which is the value then; isAbove: above the last finite bound, which the value is, nobody knows how far. null: nothing was measured. Of the buckets, slots have those that hold
-// something: bounds has the ends of all, by prefix (ttft, itl or duration).
+// Returns {value, isAbove, isBelow}, interpolated within a bucket like Prometheus' histogram_quantile. isBelow: the quantile
+// is below the first bound, which is then the value. isAbove: it is above the last finite bound, which is then the value.
+// null: nothing was measured. Slots contain only buckets that are not empty; bounds has the ends of all buckets, by prefix
+// (ttft, itl or duration).
 export function quantile(q, counts, prefix, bounds) {
   const number = (bound) => (bound === "+Inf" ? Infinity : Number(bound));
   const buckets = below(counts, prefix + "/").map(([bound, count]) => [number(bound), count]).sort((a, b) => a[0] - b[0]);
@@ -64,14 +65,14 @@ export function quantile(q, counts, prefix, bounds) {
   return { value: Math.max(0, ...ends), isAbove: true, isBelow: false };
 }
 
-// The classes of prompts by the tokens that no cache had: [{id, name}], the shortest first.
+// Returns the classes of prompts by their number of uncached tokens: [{id, name}], shortest first.
 export function promptClasses(bounds) {
   const ends = bounds.ttft_of || [], number = (value) => figure(value, 0);
   const between = ends.map((end, i) => ({ id: String(end), name: i ? `${number(ends[i - 1] + 1)} to ${number(end)}` : `up to ${number(end)}` }));
   return ends.length ? [...between, { id: "+Inf", name: `above ${number(ends.at(-1))}` }] : [];
 }
 
-// What the slots from `nowS - spanS` to now say, in stretches of `stepS`: [{at, forS, counts} or {at, counts: null}].
+// Sums the slots from `nowS - spanS` to now in periods of `stepS`: [{at, forS, counts} or {at, counts: null}].
 export function stretches(slots, { nowS, slotS, spanS, stepS }) {
   const now = Math.floor(nowS / slotS), per = Math.max(1, Math.round(stepS / slotS));
   const first = Math.floor((now - spanS / slotS + 1) / per) * per;
@@ -90,8 +91,8 @@ export function stretches(slots, { nowS, slotS, spanS, stepS }) {
 const STEPS_S = { 300: 10, 900: 30, 3600: 60 };
 const share = (part, whole) => (whole > 0 ? part / whole : null);
 
-// Everything that the overview shows of requests; null where it is not known. prompts: the class of prompts whose first tokens the
-// lines are of; empty: all.
+// Returns all figures of the overview about requests; unknown ones are null. prompts: the class of prompts for the lines of
+// first tokens; empty: all.
 export function overview(slots, { nowS, slotS, spanS, bounds, prompts = "" }) {
   const parts = stretches(slots, { nowS, slotS, spanS, stepS: STEPS_S[spanS] || 60 });
   const known = parts.filter((part) => part.counts);
@@ -136,7 +137,7 @@ export function overview(slots, { nowS, slotS, spanS, bounds, prompts = "" }) {
   };
 }
 
-// The parts of the cluster and how each is: [{name, level: good|warn|bad, value, more}].
+// Returns the components of the cluster with their health: [{name, level: good|warn|bad, value, more}].
 export function parts(status) {
   const found = [];
   const ready = status.not_ready === "";
@@ -159,18 +160,18 @@ export function parts(status) {
   return found;
 }
 
-// The cluster's health on one line: the parts and the firing alerts of the worst level.
+// Returns the cluster's health in one line: the components and firing alerts of the worst level.
 export function health(found, alerts = []) {
   const firing = alerts.filter((each) => each.is_firing).map((each) => ({ level: levelOf(each), text: each.name }));
   const named = (part) => ({ level: part.level, text: `${part.name.toLowerCase()} ${part.value}` });
   const all = [...found.map(named), ...firing], worst = ["bad", "warn"].find((level) => all.some((each) => each.level === level));
-  if (!worst) return { level: "good", text: "all parts well" };
+  if (!worst) return { level: "good", text: "all components healthy" };
   return { level: worst, text: all.filter((each) => each.level === worst).map((each) => each.text).join(", ") };
 }
 
 const levelOf = (alert) => (alert.severity === "critical" ? "bad" : "warn");
 
-// What is said of each alert: [{key, level, word, summary, lasts, page}]. One that does not fire yet says when it will.
+// Returns the texts of each alert: [{key, level, word, summary, lasts, page}]. A pending alert shows when it will fire.
 export function alertLines(alerts, nowS) {
   return alerts.map((each) => {
     const forS = Math.max(0, nowS - each.since_s), waits = each.is_firing ? "" : `, fires after ${age(each.for_s)}`;
@@ -181,22 +182,22 @@ export function alertLines(alerts, nowS) {
   });
 }
 
-const NEARLY_FULL = 0.8; // of what a router may have
+const NEARLY_FULL = 0.8; // share of a router's limit
 
-// The load of a router as it is shown: [{name, value, level}].
+// Returns the displayed load of a router: [{name, value, level}].
 export function loadFigures(load) {
   const of = (name, used, limit) => ({ name, value: limit ? `${figure(used, 0)} of ${figure(limit, 0)}` : figure(used, 0), level: limit && used / limit > NEARLY_FULL ? "warn" : "" });
   return [
     { name: "processor", value: percent(load.cpu_share), level: load.cpu_share > NEARLY_FULL ? "warn" : "" },
     { name: "event loop lag", value: duration(load.loop_lag_s), level: load.loop_lag_s > 0.1 ? "warn" : "" },
     { name: "memory", value: bytes(load.memory_bytes), level: "" },
-    of("answers in flight", load.in_flight, load.max_in_flight),
+    of("responses in flight", load.in_flight, load.max_in_flight),
     of("connections", load.connections, load.max_connections),
     of("files", load.open_files, load.max_files),
   ];
 }
 
-// Growth a second of what workers and routers count, between two answers of /api/status: {id: value}.
+// Returns the rate per second of a counter of workers or routers, between two responses of /api/status: {id: value}.
 export function rates(before, now, list, value) {
   const old = new Map((before?.[list] || []).map((each) => [`${each.id}/${each.pid}`, value(each)]));
   const forS = before ? now.now_s - before.now_s : 0;
@@ -238,7 +239,7 @@ export function latencyText(found) {
   return found.isBelow ? `< ${duration(found.value)}` : duration(found.value);
 }
 
-// The places of values without a neighbour: a line needs two of them, so these are drawn as points.
+// Returns the indices of values without a neighbour. A line needs two values, so these are drawn as points.
 export function lone(values) {
   const lacks = (value) => value === null || value === undefined;
   return values.flatMap((value, i) => (!lacks(value) && lacks(values[i - 1]) && lacks(values[i + 1]) ? [i] : []));

@@ -1,4 +1,4 @@
-// Is it well, is it quick, what does it do: the whole cluster at a glance.
+// Overview of the whole cluster: its health, latency and current work.
 
 import { Chart, h, heading, keyed, outcomeName, say, stageClass, stageName, stateClass, width } from "./draw.js";
 import { alertLines, figure, latencyText, loadFigures, overview, parts, percent, promptClasses, rateOfBytes, rates, short, tick, title } from "./figures.js";
@@ -10,20 +10,20 @@ export class Overview {
       const value = h("span", {}, "–"), more = h("small");
       return { value, more, element: h("section", { class: "card w3" }, heading(name), h("div", { class: "big" }, value, more)) };
     });
-    this.lengths = h("ul", { class: "lengths", "aria-label": "First tokens by the prompt tokens that no cache had" });
+    this.lengths = h("ul", { class: "lengths", "aria-label": "Time to first token by uncached prompt tokens" });
     this.tiles[2].element.append(this.lengths);
-    for (const tile of this.tiles.slice(2)) tile.element.classList.add("split"); // no half of a narrow page
+    for (const tile of this.tiles.slice(2)) tile.element.classList.add("split"); // full width on a narrow page
     this.alerts = h("ul", { class: "alerts" });
     this.alertCard = h("section", { class: "card w12", "aria-label": "Alerts" }, heading("Alerts"), this.alerts);
     this.loads = h("tbody");
     this.loadHead = h("tr", {}, h("th", { scope: "col" }, "router"));
     this.prompts = h("select", { "aria-label": "Prompt tokens to compute", onchange: () => this.update(this.state) }, h("option", { value: "" }, "all prompts"));
-    this.requests = new Chart("Requests a second", [
+    this.requests = new Chart("Requests per second", [
       { name: "offered", colour: "soft" }, { name: "in time", colour: "good", fill: true }, { name: "refused", colour: "bad" },
     ]);
     this.ttft = new Chart("Time to first token", [{ name: "p50", colour: "prefill" }, { name: "p99", colour: "decode" }], { isLog: true, control: this.prompts });
     this.itl = new Chart("Time between tokens", [{ name: "p50", colour: "prefill" }, { name: "p99", colour: "decode" }], { isLog: true });
-    this.tokens = new Chart("Tokens a second", [{ name: "prompt", colour: "prefill" }, { name: "generated", colour: "decode", fill: true }]);
+    this.tokens = new Chart("Tokens per second", [{ name: "prompt", colour: "prefill" }, { name: "generated", colour: "decode", fill: true }]);
     this.charts = [this.requests, this.ttft, this.itl, this.tokens];
     this.routers = h("ul", { class: "routers", "aria-label": "Routers" });
     this.prefill = h("ul", { class: "prefill", "aria-label": "Prefill workers" });
@@ -34,11 +34,11 @@ export class Overview {
       h("div", { class: "flow" }, this.routers, this.computed.element, this.prefill, this.kv.element, this.decode));
     this.misses = h("div", { class: "stack" });
     this.classes = h("tbody");
-    const columns = [["class"], ["in time", "number"], ["in time a second", "number"], ["objectives"], ["the others"]];
+    const columns = [["class"], ["in time", "number"], ["in time per second", "number"], ["objectives"], ["other outcomes"]];
     this.element = h("div", { class: "grid" },
       h("section", { class: "card w12", "aria-label": "Health" }, this.parts), this.alertCard,
       this.tiles.map((tile) => tile.element), this.requests.element, this.ttft.element, this.flow, this.itl.element, this.tokens.element,
-      h("section", { class: "card w5" }, heading("Objectives missed, by the stage to blame"), this.misses),
+      h("section", { class: "card w5" }, heading("Missed objectives by stage to blame"), this.misses),
       h("section", { class: "card w7" }, heading("Service classes"),
         h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Service classes" }, h("table", { class: "cards" },
           h("thead", {}, h("tr", {}, columns.map(([name, kind = ""]) => h("th", { scope: "col", class: kind }, name)))), this.classes))),
@@ -107,7 +107,7 @@ export class Overview {
       (element, { name, count, p50, p99 }) => {
         say(element.firstElementChild, `${name} tokens`);
         say(element.lastElementChild, `${latencyText(p50)} · ${latencyText(p99)}`);
-        element.title = `${figure(count, 0)} prompts of which ${name} tokens had to be computed`;
+        element.title = `${figure(count, 0)} prompts with ${name} tokens that had to be computed`;
       });
   }
 
@@ -128,7 +128,7 @@ export class Overview {
     say(inTime.value, percent(seen.attainment), level);
     say(inTime.more, total.ended ? `${figure(total.met, 0)} of ${figure(total.ended, 0)} requests` : "no requests");
     say(first.value, `${latencyText(seen.ttft.p50)} · ${latencyText(seen.ttft.p99)}`);
-    say(first.more, `whole answer ${latencyText(seen.duration.p50)} · ${latencyText(seen.duration.p99)}`);
+    say(first.more, `whole response ${latencyText(seen.duration.p50)} · ${latencyText(seen.duration.p99)}`);
     say(cache.value, percent(seen.hits));
     say(cache.more, seen.ceiling === null ? "" : `of ${percent(seen.ceiling)} seen before`);
   }
@@ -139,7 +139,7 @@ export class Overview {
       for (const [of, objectives] of Object.entries(classes)) if (objectives[name] !== null) (byValue[objectives[name]] ||= []).push(of);
       return Object.entries(byValue).map(([value, names]) => ({ value: Number(value), name: `objective of ${names.join(", ")}` }));
     };
-    const counts = [total.offered, total.met, total.refused].map((count) => `${figure(count, 0)} in all`);
+    const counts = [total.offered, total.met, total.refused].map((count) => `${figure(count, 0)} in total`);
     this.requests.show([lines.at, lines.offered, lines.met, lines.refused], [], counts);
     this.ttft.show([lines.at, lines.ttftP50, lines.ttftP99], marks("ttft_s"), [first.p50, first.p99].map(latencyText));
     this.itl.show([lines.at, lines.itlP50, lines.itlP99], marks("itl_s"), [itl.p50, itl.p99].map(latencyText));
@@ -173,7 +173,7 @@ export class Overview {
         : h("p", { class: "soft" })),
       (element, { stage, count, share }) => {
         if (!stage) {
-          say(element, total.ended ? "Every request that was answered met its objectives." : "No requests in this time.");
+          say(element, total.ended ? "Every answered request met its objectives." : "No requests in this period.");
           return;
         }
         width(element.children[1].firstElementChild, share);
@@ -184,14 +184,14 @@ export class Overview {
   showClasses({ classes }, objectives) {
     const items = classes.length ? classes : Object.keys(objectives).map((name) => ({ name, ended: 0, attainment: null, perS: null, others: {} }));
     keyed(this.classes, items, (each) => each.name,
-      () => h("tr", {}, h("th", { scope: "row", class: "strong" }), h("td", { class: "number", "data-label": "in time" }), h("td", { class: "number whole", "data-label": "in time a second" }),
-        h("td", { class: "whole", "data-label": "objectives" }), h("td", { class: "break whole", "data-label": "the others" })),
+      () => h("tr", {}, h("th", { scope: "row", class: "strong" }), h("td", { class: "number", "data-label": "in time" }), h("td", { class: "number whole", "data-label": "in time per second" }),
+        h("td", { class: "whole", "data-label": "objectives" }), h("td", { class: "break whole", "data-label": "other outcomes" })),
       (row, each) => {
         const [name, inTime, perS, wanted, others] = row.children, of = objectives[each.name];
         say(name, each.name);
         say(inTime, percent(each.attainment));
         say(perS, short(each.perS));
-        say(wanted, of ? [["first token", of.ttft_s], ["gap", of.itl_s], ["whole", of.e2e_s]].filter(([, s]) => s !== null).map(([what, s]) => `${what} ${tick(s)}`).join(", ") : "the request's own");
+        say(wanted, of ? [["first token", of.ttft_s], ["gap", of.itl_s], ["whole", of.e2e_s]].filter(([, s]) => s !== null).map(([what, s]) => `${what} ${tick(s)}`).join(", ") : "set by the request");
         say(others, Object.entries(each.others).map(([outcome, count]) => `${figure(count, 0)} ${outcomeName(outcome)}`).join(", ") || "–");
       });
   }

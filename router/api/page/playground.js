@@ -1,4 +1,4 @@
-// Try it: a chat or a completion, streamed, with where its time went, and the same call from code.
+// Playground: a streamed chat or completion, with the time of its stages, and the same call in code.
 
 import { headers, key, refusal } from "./asking.js";
 import { copy, h, heading, say, stageBar, stageLegend } from "./draw.js";
@@ -29,7 +29,7 @@ export class Playground {
       h("div", { class: "head" }, h("div", { class: "choice", role: "radiogroup", "aria-label": "Kind of request" }, radio("chat", "Chat"), radio("completion", "Completion")),
         h("span", { class: "soft small" }, "Ctrl + Enter sends")),
       this.systemField, h("label", { class: "field" }, "Prompt", this.prompt),
-      h("div", { class: "form" }, h("label", { class: "field" }, "Longest answer, tokens", this.max), h("label", { class: "field" }, "Temperature", this.temperature)),
+      h("div", { class: "form" }, h("label", { class: "field" }, "Maximum response tokens", this.max), h("label", { class: "field" }, "Temperature", this.temperature)),
       h("div", { class: "row" }, this.go, this.stop, this.fresh));
     this.talk = h("div", { class: "talk", "aria-live": "polite" });
     this.figures = h("dl", { class: "figures" });
@@ -42,7 +42,7 @@ export class Playground {
       h("div", { class: "w5 stack" }, h("section", { class: "card", "aria-label": "Request" }, this.form),
         h("section", { class: "card stack" }, h("div", { class: "head" }, heading("The same, from code"),
           h("span", { class: "row" }, this.tabs, h("button", { type: "button", onclick: () => copy(this.code.textContent, "The call") }, "Copy"))), this.code)),
-      h("div", { class: "w7 stack" }, h("section", { class: "card stack" }, heading("Answer"), this.talk), this.measured));
+      h("div", { class: "w7 stack" }, h("section", { class: "card stack" }, heading("Response"), this.talk), this.measured));
     this.forget();
   }
 
@@ -64,14 +64,14 @@ export class Playground {
   forget() {
     this.aborter?.abort();
     this.messages = [];
-    this.sent = null; // the body of the latest request, which is shown as code until another prompt is written
+    this.sent = null; // the body of the latest request, which is shown as code until the user edits the prompt
     this.fresh.hidden = true;
     this.measured.hidden = true;
-    this.talk.replaceChildren(h("p", { class: "soft" }, "The answer comes here, as it is generated."));
+    this.talk.replaceChildren(h("p", { class: "soft" }, "The response appears here while it is generated."));
     this.showCode();
   }
 
-  // The body of the request, without what only the page needs of it.
+  // The body of the request, without fields that only the page needs.
   body() {
     const sampling = { max_tokens: Number(this.max.value) || 128, temperature: Number(this.temperature.value) || 0 };
     if (this.mode === "completion") return { model: this.model, prompt: this.prompt.value, ...sampling };
@@ -102,7 +102,7 @@ export class Playground {
         answer.append(text);
         seen.text += text;
         if (chunk.usage) Object.assign(seen, { usage: chunk.usage, timing: chunk.timing });
-        if (choice?.finish_reason === "length") answer.title = "The answer was cut at its longest length";
+        if (choice?.finish_reason === "length") answer.title = "The response reached its maximum length";
       }
       if (isChat) this.messages.push({ role: "user", content: asked }, { role: "assistant", content: seen.text });
       if (isChat) this.prompt.value = "";
@@ -129,13 +129,13 @@ export class Playground {
     const list = {
       "first token": duration(timing.ttft_s), "total": duration(timing.total_s),
       "tokens/s": after > 0 && usage.completion_tokens > 1 ? figure((usage.completion_tokens - 1) / after) : "–",
-      "prompt, cached": `${usage.prompt_tokens}, ${cached}`, "answer": `${usage.completion_tokens} tokens`, "workers": went || "–",
+      "prompt, cached": `${usage.prompt_tokens}, ${cached}`, "response": `${usage.completion_tokens} tokens`, "workers": went || "–",
     };
     this.figures.replaceChildren(...Object.entries(list).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
     const seconds = { queue: timing.queue_s, decode_admission: timing.admission_s, prefill: timing.prefill_s, transfer: timing.transfer_s, decode: timing.decode_s, recovery: timing.recovery_s };
     this.stages.replaceChildren(stageBar(seconds, true), stageLegend(seconds), h("p", { class: "small soft" },
-      `Seen from this browser: first token ${duration(firstMs === null ? null : firstMs / 1000)}, total ${duration(totalMs / 1000)}. `,
-      h("a", { href: `#requests/${encodeURIComponent(id)}` }, "Its time line")));
+      `Measured in this browser: first token ${duration(firstMs === null ? null : firstMs / 1000)}, total ${duration(totalMs / 1000)}. `,
+      h("a", { href: `#requests/${encodeURIComponent(id)}` }, "Timeline")));
     this.measured.hidden = false;
   }
 
@@ -151,7 +151,7 @@ export class Playground {
   }
 }
 
-// The events of a streamed answer.
+// Yields the events of a streamed response.
 async function* streamed(path, body, signal) {
   const asked = JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } });
   const answer = await fetch(path, { method: "POST", headers: headers({ "Content-Type": "application/json" }), body: asked, signal });

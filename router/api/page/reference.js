@@ -1,9 +1,9 @@
-// The APIs of this port, from the document that the router has of them.
+// The APIs of this port, from the router's OpenAPI document.
 
 import { ask } from "./asking.js";
 import { copy, empty, h, heading, say } from "./draw.js";
 
-const OTHERS = [["get", "/health", "200 when requests can be served; also /readyz."], ["get", "/healthz", "200 while the process lives."]];
+const OTHERS = [["get", "/health", "200 if requests can be served; the same as /readyz."], ["get", "/healthz", "200 while the process runs."]];
 
 export class Reference {
   constructor() {
@@ -16,8 +16,8 @@ export class Reference {
     this.element = h("div", { class: "stack" },
       h("section", { class: "card" }, h("div", { class: "head" }, h("div", { class: "row" }, h("span", { class: "soft" }, "Base URL"), this.base,
         h("button", { onclick: () => copy(url, "The base URL") }, "Copy")), h("a", { href: "openapi.json" }, "openapi.json")),
-        h("p", { class: "soft" }, "Clients of OpenAI and of Anthropic work with this base URL. Where there are tenants, a key goes into the header ",
-          h("code", {}, "Authorization: Bearer KEY"), " or ", h("code", {}, "x-api-key: KEY"), ". gRPC has the same and more; its server describes itself.")),
+        h("p", { class: "soft" }, "OpenAI and Anthropic clients work with this base URL. If tenants are configured, send a key in the header ",
+          h("code", {}, "Authorization: Bearer KEY"), " or ", h("code", {}, "x-api-key: KEY"), ". gRPC offers the same and more; the server supports reflection.")),
       this.search, this.list,
       h("section", { class: "card" }, h("div", { class: "head" }, heading("For operators")), this.forOperators),
       h("section", { class: "card" }, h("div", { class: "head" }, heading("For probes and tools")), OTHERS.map(plain)));
@@ -62,7 +62,7 @@ function plain([method, path, what]) {
 function fields(schema) {
   const required = new Set(schema.required || []);
   const rows = Object.entries(schema.properties || {}).sort(([a], [b]) => required.has(b) - required.has(a) || a.localeCompare(b)).map(([name, field]) =>
-    h("tr", {}, h("th", { scope: "row" }, h("code", { class: "strong" }, name), required.has(name) ? h("span", { class: "warn small" }, " needed") : null),
+    h("tr", {}, h("th", { scope: "row" }, h("code", { class: "strong" }, name), required.has(name) ? h("span", { class: "warn small" }, " required") : null),
       h("td", { class: "mono soft" }, kind(field)), h("td", { class: "soft" }, field.description || "")));
   return h("table", {}, h("thead", {}, h("tr", {}, ["field", "type", ""].map((name) => h("th", { scope: "col" }, name || h("span", { class: "hidden" }, "meaning"))))), h("tbody", {}, rows));
 }

@@ -1,10 +1,10 @@
-// The latest requests, and where the time of each went.
+// The latest requests, with the time that each spent in its stages.
 
 import { ask } from "./asking.js";
 import { clock, empty, h, heading, keyed, named, outcomeChip, outcomeName, say, stageBar, stageClass, stageLegend, stageName, width } from "./draw.js";
 import { age, duration, figure, tick } from "./figures.js";
 
-const KEPT = 200, TRIES = 4; // routers behind one port answer for their own: another one may be asked next time
+const KEPT = 200, TRIES = 4; // each router lists only its own requests, and behind one port the next call may reach another router
 const FILTERS = {
   "": [], missed: ["ttft_missed", "itl_missed", "e2e_missed"], failed: ["error", "rejected", "limited", "invalid"], running: ["running"],
   met: ["met"], cancelled: ["cancelled"],
@@ -17,7 +17,7 @@ export class Requests {
     this.chosen = "";
     this.detail = null;
     this.problem = "";
-    const names = { "": "all outcomes", missed: "came too late", failed: "failed or refused", running: "running", met: "in time", cancelled: "cancelled" };
+    const names = { "": "all outcomes", missed: "late", failed: "failed or refused", running: "running", met: "in time", cancelled: "cancelled" };
     this.outcome = h("select", { onchange: () => this.filter() }, Object.entries(names).map(([value, text]) => h("option", { value }, text)));
     this.slo = h("select", { onchange: () => this.filter() }, h("option", { value: "" }, "all classes"));
     this.tenant = h("input", { size: 12, placeholder: "any", spellcheck: false, onchange: () => this.filter() });
@@ -60,7 +60,7 @@ export class Requests {
       for (const each of answer.requests) this.known.set(`${each.router}/${each.tenant}/${each.request_id}/${each.arrived_s}`, each);
       this.problem = "";
     } catch (error) {
-      this.problem = error.status === 404 ? "This router's release keeps no list of requests." : error.message;
+      this.problem = error.status === 404 ? "This router's release does not keep a list of requests." : error.message;
       if (error.status !== 404) throw error;
     }
     if (this.chosen && (!this.detail || this.detail.outcome === "running")) await this.lookAtOne();
@@ -83,7 +83,7 @@ export class Requests {
     const classes = Object.keys(state.status.slo_classes);
     keyed(this.slo, ["", ...classes], (name) => name, (name) => h("option", { value: name }, name || "all classes"), () => {});
     const list = [...this.known.values()].sort((a, b) => b.arrived_s - a.arrived_s).slice(0, KEPT);
-    say(this.count, this.problem ? "" : `${list.length} shown${state.status.routers.length > 1 ? `, of ${state.status.routers.length} routers as they answer` : ""}`);
+    say(this.count, this.problem ? "" : `${list.length} shown${state.status.routers.length > 1 ? `, of ${state.status.routers.length} routers` : ""}`);
     this.none.hidden = list.length > 0;
     say(this.none, this.problem || "No requests yet. Send one in the playground.");
     keyed(this.rows, list, (each) => `${each.router}/${each.tenant}/${each.request_id}/${each.arrived_s}`, (each) => this.row(each),
@@ -106,7 +106,7 @@ export class Requests {
     say(total, duration(each.total_s));
     say(tokens, `${figure(each.num_prompt_tokens, 0)} · ${figure(each.num_tokens, 0)}`);
     tokens.title = `${each.num_cached_tokens} of ${each.num_prompt_tokens} prompt tokens from cache`;
-    say(went, each.error ? `${isPlaced(each) ? `${way(each)}: ` : ""}${each.error}` : way(each)); // of a refused body it names the field
+    say(went, each.error ? `${isPlaced(each) ? `${way(each)}: ` : ""}${each.error}` : way(each)); // for a rejected body the error names the field
     const version = `${each.outcome}/${each.total_s}`;
     if (row.dataset.version === version) return;
     row.dataset.version = version;
@@ -123,7 +123,7 @@ export class Requests {
     this.shown = version;
     const head = h("div", { class: "head" }, h("h3", { class: "mono wrap" }, this.chosen), h("a", { href: "#requests" }, "Close"));
     if (!detail) {
-      this.side.replaceChildren(head, empty("No router that answered knows this request, or no longer."));
+      this.side.replaceChildren(head, empty("No router that answered knows this request; it may have been dropped."));
       return;
     }
     this.side.replaceChildren(head, ...detailOf(detail));
@@ -151,10 +151,10 @@ function detailOf(detail) {
       "answer": `${figure(detail.num_tokens, 0)} tokens${detail.num_choices > 1 ? ` in ${detail.num_choices} choices` : ""}`,
     })));
   const error = detail.error ? h("p", { class: "bad wrap" }, detail.error) : null;
-  return [error, facts, heading("Time line"), phaseBar(detail), stageLegend(detail.stages),
+  return [error, facts, heading("Timeline"), phaseBar(detail), stageLegend(detail.stages),
     h("ol", { class: "events" }, (detail.events || []).map((event) =>
       h("li", { class: event.what }, h("time", {}, `+${duration(event.at_s)}`), h("span", { class: "wrap" }, event.text)))),
-    detail.num_events_left_out ? h("p", { class: "soft" }, `${detail.num_events_left_out} events in the middle are left out.`) : null,
+    detail.num_events_left_out ? h("p", { class: "soft" }, `${detail.num_events_left_out} events in the middle are omitted.`) : null,
     ...(detail.placements || []).map(placementOf)].filter(Boolean);
 }
 
@@ -170,7 +170,7 @@ function phaseBar(detail) {
   return bar;
 }
 
-const TERMS = { wait_s: "wait", room_s: "wait for room", pull_s: "pull of a prefix", compute_s: "compute", exposed_s: "KV transfer after it", step_s: "a token" };
+const TERMS = { wait_s: "wait", room_s: "wait for free blocks", pull_s: "pull of a prefix", compute_s: "compute", exposed_s: "KV transfer after it", step_s: "a token" };
 
 function placementOf(placement) {
   const rows = [["first token", placement.predicted_ttft_s, placement.measured_ttft_s], ...Object.entries(TERMS).map(([term, name]) =>
@@ -182,7 +182,7 @@ function placementOf(placement) {
   return h("div", { class: "grid" },
     h("div", { class: options.length ? "w5" : "w12" }, h("div", { class: "head" }, heading(`Predicted and measured${placement.choice_index ? `, choice ${placement.choice_index}` : ""}`), h("span", { class: "soft small" }, placement.outcome)),
       table(["", "predicted", "measured"], rows.map(([name, ...seconds]) => [name, ...seconds.map((s) => duration(s))]))),
-    options.length ? h("div", { class: "w7" }, h("div", { class: "head" }, heading("Workers to choose from")),
+    options.length ? h("div", { class: "w7" }, h("div", { class: "head" }, heading("Candidate workers")),
       table(["worker", "role", "cached", "wait", "compute", "cost"], options.map((each) =>
         [each.worker_id, each.role, figure(each.num_cached_tokens, 0), duration(each.wait_s), duration(each.compute_s), duration(each.cost_s)]))) : null);
 }

@@ -1,4 +1,4 @@
-// Every worker, with its log; and, for an operator with a key, orders to them.
+// All workers with their logs, and commands for operators with a key.
 
 import { ask, order } from "./asking.js";
 import { confirm, empty, h, heading, keyed, named, say, stateClass, toast, width } from "./draw.js";
@@ -8,7 +8,7 @@ const OTHER = { prefill: "decode", decode: "prefill" };
 
 export class Workers {
   constructor() {
-    this.logs = new Map(); // worker -> its lines, of those whose log is open
+    this.logs = new Map(); // worker -> lines of its log, for open logs
     this.note = h("p", { class: "soft" });
     this.pools = h("div", { class: "grid" });
     this.workers = h("div", { class: "workers" });
@@ -26,8 +26,8 @@ export class Workers {
     if (!status) return;
     if (this.note.dataset.key !== String(status.takes_orders)) {
       this.note.dataset.key = String(status.takes_orders);
-      this.note.replaceChildren(...(status.takes_orders ? ["Orders are carried out by the controller; the page asks once more before it gives one."] : [
-        "This page gives orders only for an operator's API key, and no tenants' file is configured. In a terminal: ",
+      this.note.replaceChildren(...(status.takes_orders ? ["The controller carries out commands. The page asks for confirmation first."] : [
+        "The page can send commands only with an operator's API key, but no tenants' file is configured. Use a terminal instead: ",
         ...["baton scale", "baton drain", "baton role"].flatMap((name) => [h("code", {}, name), " "])]));
     }
     const wanted = Object.fromEntries((status.controller?.scaling || []).map((each) => [each.pool, each.wanted]));
@@ -73,13 +73,13 @@ export class Workers {
     element.className = `card worker stack ${worker.role}${this.logs.has(worker.id) ? " open" : ""}`;
     say(state_, isWell ? worker.state : `self-check: ${worker.self_check}`, `chip ${isWell ? stateClass(worker.state) : "bad"}`);
     say(role_, worker.role);
-    const bornS = worker.epoch / 1000; // an epoch is the time at which the worker joined
+    const bornS = worker.epoch / 1000; // an epoch is the time in milliseconds at which the worker joined
     const list = {
       "work": `${worker.running} running, ${worker.waiting} waiting`, "tokens/s": short(perS),
       "age": bornS > 1e9 && bornS <= state.nowS + 60 ? age(Math.max(0, state.nowS - bornS)) : "–",
       "node": `${worker.node}, process ${worker.pid}`, "engine": worker.engine || "–", "version": worker.version || "–",
-      "computes on": computes(worker.computes), ...(worker.computes.fallbacks.length ? { "slower than it could be": worker.computes.fallbacks.join("; ") } : {}),
-      "preemptions": figure(worker.preemptions, 0), "KV moved": `${figure(worker.transfers.committed, 0)} done, ${figure(worker.transfers.failed, 0)} failed`,
+      "computes on": computes(worker.computes), ...(worker.computes.fallbacks.length ? { "slow implementations": worker.computes.fallbacks.join("; ") } : {}),
+      "preemptions": figure(worker.preemptions, 0), "KV transfers": `${figure(worker.transfers.committed, 0)} done, ${figure(worker.transfers.failed, 0)} failed`,
     };
     const version = JSON.stringify(list);
     if (facts.dataset.version !== version) {
@@ -112,23 +112,23 @@ export class Workers {
   }
 
   async drain(id) {
-    const text = `Its requests move to other workers with their KV, its process ends, and another worker takes its place. Answers go on.`;
+    const text = `Its requests migrate to other workers with their KV, its process exits, and another worker replaces it. Responses continue.`;
     if (await confirm({ title: `Drain ${id} (${this.roles[id]})?`, text, yes: "Drain it", isDanger: true })) await give(`${id} drains`, `api/workers/${encodeURIComponent(id)}/drain`, {});
   }
 
   async flip(id) {
     const to = OTHER[this.roles[id]];
-    const text = `Its requests move to other workers first; its cache stays. The pools' sizes follow: one ${this.roles[id]} worker less, one ${to} worker more.`;
+    const text = `Its requests migrate to other workers first; it keeps its cache. The pools' sizes change: one ${this.roles[id]} worker less, one ${to} worker more.`;
     if (await confirm({ title: `Make ${id} (${this.roles[id]}) a ${to} worker?`, text, yes: `Change to ${to}` })) await give(`${id} is a ${to} worker now`, `api/workers/${encodeURIComponent(id)}/role`, { role: to });
   }
 
   async scale(event, name, size) {
     event.preventDefault();
     const workers = Number(size.value), now = this.state.status.pools[name].desired;
-    const text = workers < now ? `${now - workers} of ${now} workers leave; their requests move to those that stay.` : `${workers - now} workers are started beside the ${now} there are.`;
-    if (workers === now) toast(`The ${name} pool has ${now} already`);
-    else if (await confirm({ title: `Scale the ${name} pool to ${workers}?`, text: workers ? text : "No worker is left in this pool.", yes: `Scale to ${workers}`, isDanger: workers < now })) {
-      await give(`The ${name} pool is to have ${workers}`, `api/pools/${encodeURIComponent(name)}`, { workers });
+    const text = workers < now ? `${now - workers} of ${now} workers leave; their requests migrate to the remaining ones.` : `${workers - now} workers start in addition to the current ${now}.`;
+    if (workers === now) toast(`The ${name} pool already has ${now}`);
+    else if (await confirm({ title: `Scale the ${name} pool to ${workers}?`, text: workers ? text : "This pool will have no workers.", yes: `Scale to ${workers}`, isDanger: workers < now })) {
+      await give(`Scaling the ${name} pool to ${workers}`, `api/pools/${encodeURIComponent(name)}`, { workers });
     }
     delete size.dataset.touched;
   }
@@ -137,7 +137,7 @@ export class Workers {
 function computes(by) {
   if (!by.dtype) return "–";
   const words = [`${by.num_ranks > 1 ? `${by.num_ranks} x ` : ""}${by.gpu || "CPU"}`, by.dtype, by.attention && `attention ${by.attention}`];
-  if (by.gpu) words.push(`${by.num_graphs} CUDA graphs`, `${by.num_fused} fused parts`);
+  if (by.gpu) words.push(`${by.num_graphs} CUDA graphs`, `${by.num_fused} fused modules`);
   return words.concat(by.kv_copies && `KV copied by ${by.kv_copies}`).filter(Boolean).join(", ");
 }
 
@@ -154,6 +154,6 @@ async function give(done, path, body) {
     await order(path, body);
     toast(done);
   } catch (error) {
-    toast(error.status === 401 || error.status === 403 ? `Refused: ${error.message}` : `Not done: ${error.message}`);
+    toast(error.status === 401 || error.status === 403 ? `Refused: ${error.message}` : `Failed: ${error.message}`);
   }
 }

@@ -48,7 +48,9 @@ def test_a_worker_beside_a_gpu_that_it_cannot_use_does_not_start(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     model = ModelConfig(path=str(tmp_path))
-    with pytest.raises(ModelLoadError, match=r"GPU of this machine \(/\S+\); .* `baton doctor` .* model\.device to cpu"):
+    with pytest.raises(
+        ModelLoadError, match=r"GPU of this machine \(/\S+\); .* `baton doctor` .* model\.device to cpu"
+    ):
         runners.make_runner(model, EngineConfig(runner=runner), tmp_path)
 
 

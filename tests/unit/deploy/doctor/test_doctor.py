@@ -43,7 +43,7 @@ from tests.support import builders
 @pytest.mark.parametrize(
     ("wanted", "num_gpus", "cuda", "driver", "state", "words"),
     [
-        ("auto", 0, "", "", "ok", "the CPU computes"),
+        ("auto", 0, "", "", "ok", "workers run on the CPU"),
         ("cpu", 0, "", "550.1", "ok", "CPU build"),
         ("auto", 0, "", "550.1", "warn", "CPU build"),
         ("auto", 0, "12.9", "450.1", "warn", "CUDA 12.9 needs an NVIDIA driver of 525 or newer, and this one is 450.1"),
@@ -86,7 +86,7 @@ def test_every_rank_of_a_worker_needs_a_gpu() -> None:
     two = machine.Gpus(num=2, names="H200", cuda="12.9", driver="550.1")
     assert machine.gpu("auto", 2, two).state == "ok"
     check = machine.gpu("auto", 4, two)
-    asked = "2 x H200; CUDA 12.9, driver 550.1; engine.tensor_parallel asks for 4 here"
+    asked = "2 x H200; CUDA 12.9, driver 550.1; engine.tensor_parallel needs 4 here"
     assert (check.state, check.found) == ("fail", asked)
     assert machine.gpu("auto", 4, machine.Gpus(num=0, names="", cuda="", driver="")).state == "ok", (
         "on CPUs ranks share what there is"
@@ -123,7 +123,7 @@ def test_nccl_between_machines_needs_a_trusted_network_beside_certificates() -> 
     assert look("") == look("tls.crt", links=("tcp",)) == []
     (check,) = look("tls.crt")
     assert check.state == "warn"
-    assert "KV goes over tcp: nccl cannot encrypt, and cluster.tls_certificate is set" in check.found
+    assert "uses tcp, because nccl cannot encrypt and cluster.tls_certificate is set" in check.found
     assert "transfer.plain_links" in check.fix
     (check,) = look("tls.crt", "nccl")
     assert (check.state, check.fix) == ("ok", "")
@@ -233,7 +233,7 @@ def test_a_tenants_file_is_read_as_a_router_does(tmp_path: Path) -> None:
 
     assert look().state == "fail"
     path.write_text(f"acme: {{key_sha256: ['{'a' * 64}']}}")
-    assert look() == Check("tenants", "ok", f"{path} is in order")
+    assert look() == Check("tenants", "ok", f"{path} is valid")
     path.write_text(f"acme: {{key_sha256: ['{'a' * 64}'], slo_class: gold}}")
     assert "no SLO class is called 'gold'" in look().found
     assert next(machine.tenants(Config())).state == "ok"
@@ -275,7 +275,7 @@ def test_a_model_has_to_be_there_before_a_container_starts(tmp_path: Path) -> No
 
 def test_packages_are_compared_with_what_the_extras_allow_that_count() -> None:
     (good,) = machine.packages({"worker"})
-    assert (good.state, good.found) == ("ok", "all of versions that suit")
+    assert (good.state, good.found) == ("ok", "all versions are suitable")
 
 
 def test_a_package_of_another_version_is_named_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_a_part_that_breaks_does_not_hide_the_others() -> None:
         raise OSError("gone")
 
     assert guarded("b", look, "fix it") == [Check("a", "ok", "well"), Check("b", "fail", "OSError: gone", "fix it")]
-    assert guarded("b", look)[1].fix == "install it again: pip install 'baton-serving[local,worker]' --force-reinstall"
+    assert guarded("b", look)[1].fix == "reinstall it: pip install 'baton-serving[local,worker]' --force-reinstall"
 
 
 def test_long_lists_are_cut() -> None:
@@ -440,7 +440,7 @@ def test_addresses_that_do_not_answer_are_told_by_what_blocks_them() -> None:
     answers = {"a:1": "", "b:1": "timed out", "c:1": "refused", "d:1": "timed out"}
     targets = [Target(name.partition(":")[0], name) for name in answers]
     checks = list(reachability(targets, is_inside=True, knock=answers.__getitem__))
-    assert checks[0] == Check("reachable", "ok", "1 of 4 addresses of the cluster, from here")
+    assert checks[0] == Check("reachable", "ok", "1 of 4 addresses of the cluster can be reached from here")
     assert [(c.state, c.found) for c in checks[1:]] == [
         ("fail", "refused: c (c:1)"),
         ("fail", "timed out: b (b:1), d (d:1)"),
@@ -448,7 +448,7 @@ def test_addresses_that_do_not_answer_are_told_by_what_blocks_them() -> None:
     assert "NetworkPolicy" in checks[2].fix
     outside = list(reachability(targets, is_inside=False, knock=answers.__getitem__))
     assert {c.state for c in outside[1:]} == {"warn"}
-    assert all("outside of the cluster" in c.fix for c in outside[1:])
+    assert all("outside the cluster" in c.fix for c in outside[1:])
 
 
 def test_addresses_that_are_somebody_elses_to_everybody_are_told() -> None:
@@ -475,7 +475,7 @@ def draining(progress: int, state: str = "draining", running: int = 1) -> dict[s
 
 def test_a_drain_that_does_not_move_is_told() -> None:
     (stuck,) = cluster.drains(status(draining(5)), lambda: status(draining(5)), wait_s=0)
-    assert (stuck.state, stuck.found) == ("warn", "1 running, 0 waiting, nothing moves")
+    assert (stuck.state, stuck.found) == ("warn", "1 running, 0 waiting, no progress")
     (moving,) = cluster.drains(status(draining(5)), lambda: status(draining(6)), wait_s=0)
     assert moving.state == "ok"
     (empty,) = cluster.drains(status(draining(5, running=0)), lambda: status(draining(5, running=0)), wait_s=0)

@@ -73,7 +73,7 @@ def test_every_endpoint_that_is_open_to_others_is_named_with_what_it_gives_and_w
         }
     )
     assert all(check.state == "warn" and check.fix for check in checks.values()), "a network may stand before it"
-    assert checks["workers"].found == "10.0.0.3 gives KV, and so prompts, to anybody who reaches it"
+    assert checks["workers"].found == "10.0.0.3 gives KV, and thereby prompts, to any client that can reach it"
     assert "router.tenants_file" in checks["clients"].fix
     assert "cluster.secret" in checks["controller"].fix
 

@@ -38,8 +38,8 @@ def test_it_says_how_a_folder_is_read(folder: Path) -> None:
     assert said["model"] == [("ok", f"{folder}: LlamaForCausalLM of 1 layers, in {folder}")]
     assert said["weights"] == [("ok", "12 tensors of 0.00 GiB in model.safetensors")]
     assert said["tokenizer"] == [("ok", "259 ids, 3 special tokens; a context window of 64 tokens")]
-    assert said["ends of an answer"] == [("ok", "'<|endoftext|>' (0), '<|im_end|>' (2)")]
-    assert said["chat template"] == [("ok", "reads no tools")]
+    assert said["end-of-sequence tokens"] == [("ok", "'<|endoftext|>' (0), '<|im_end|>' (2)")]
+    assert said["chat template"] == [("ok", "does not support tools")]
     assert said["default sampling"] == [("ok", "temperature 0.6, top_k 50"), ("warn", "not applied: num_beams 4")]
     assert [state for state, _ in said["settings"]] == ["ok"]
     assert [state for state, _ in said["memory"]] == ["ok"]
@@ -53,8 +53,8 @@ def test_it_warns_of_what_a_user_would_miss(folder: Path) -> None:
     shards(folder, {"model.safetensors": tensors(), "stray.safetensors": tensors(1)}, index)
     checks = found(folder)
     assert [check.state for check in checks["chat template"]] == ["warn"]
-    assert [check.state for check in checks["ends of an answer"]] == ["warn"]
-    assert checks["weights"][1].found == "stray.safetensors beside them: ignored"
+    assert [check.state for check in checks["end-of-sequence tokens"]] == ["warn"]
+    assert checks["weights"][1].found == "stray.safetensors in the same folder: ignored"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_template_that_the_settings_name_is_the_one(folder: Path, tmp_path: 
     (before,) = found(folder)["chat template"]
     config = Config(model=ModelConfig(id=str(folder), device="cpu", chat_template=str(named)))
     (after,) = [check for check in model_checks(config) if check.name == "chat template"]
-    assert (before.found, after.found) == ("reads no tools", "reads tools")
+    assert (before.found, after.found) == ("does not support tools", "supports tools")
 
 
 def test_the_command_looks_at_the_model_alone(folder: Path) -> None:

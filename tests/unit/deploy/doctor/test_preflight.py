@@ -140,7 +140,7 @@ def test_pools_on_gpus_are_checked_and_sized_there(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("gpus", "cuda", "driver", "ranks", "sentence"),
     [
-        ([], "12.9", "", 1, "none: no NVIDIA driver here; ask for nvidia.com/gpu in"),
+        ([], "12.9", "", 1, "none: no NVIDIA driver here; request nvidia.com/gpu in"),
         (
             [],
             "",
@@ -148,7 +148,13 @@ def test_pools_on_gpus_are_checked_and_sized_there(tmp_path: Path, monkeypatch: 
             1,
             "none for torch, which is a CPU build; the driver is 550.1; install a CUDA build of torch",
         ),
-        ([], "12.9", "550.1", 1, r"none for torch \(CUDA 12.9\), though there is a driver, 550.1; is CUDA_VISIBLE"),
+        (
+            [],
+            "12.9",
+            "550.1",
+            1,
+            r"none for torch \(CUDA 12.9\), though there is a driver, 550.1; check whether CUDA_VISIBLE",
+        ),
         (
             [],
             "13.0",
@@ -156,7 +162,7 @@ def test_pools_on_gpus_are_checked_and_sized_there(tmp_path: Path, monkeypatch: 
             1,
             "CUDA 13.0 needs an NVIDIA driver of 580 or newer, and this one is 550.1; install that",
         ),
-        ([8, 8], "12.9", "550.1", 2, "engine.tensor_parallel asks for 4 here; lower engine.tensor_parallel"),
+        ([8, 8], "12.9", "550.1", 2, "engine.tensor_parallel needs 4 here; lower engine.tensor_parallel"),
     ],
 )
 def test_gpus_that_are_asked_for_and_are_not_there(
@@ -172,7 +178,7 @@ def test_gpus_that_are_asked_for_and_are_not_there(
     monkeypatch.setattr(machine, "nvidia_driver", lambda: driver)
     config = a_config(tmp_path, {"tensor_parallel": ranks})
     config = replace(config, model=replace(config.model, device="cuda"))
-    with pytest.raises(ConfigError, match=f"model.device is cuda, and of GPUs there are .*{sentence}"):
+    with pytest.raises(ConfigError, match=f"model.device is cuda, GPUs found: .*{sentence}"):
         preflight.require_gpus(config)
     preflight.require_gpus(replace(config, cluster=ClusterConfig(ray_address="127.0.0.1:6379")))
     preflight.require_gpus(replace(config, engine=EngineConfig(runner="arithmetic")))

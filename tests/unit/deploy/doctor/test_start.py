@@ -51,10 +51,10 @@ def test_what_is_wrong_is_shown_beside_the_rest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "engine", "gpus", "sentence"),
     [
-        ({}, {"runner": "native"}, [], "engine.runner is native, which does not know models of type 'mamba'"),
-        ({"weights": "fp8"}, {}, [], "model.weights fp8 needs transformers on a GPU, and there is none here"),
-        ({"weights": "fp8", "device": "cpu"}, {}, [1], "model.weights fp8 needs transformers on a GPU"),
-        ({"weights": "int8g"}, {}, [1], "model.weights int8g needs the native step, on a CPU; set it to exact"),
+        ({}, {"runner": "native"}, [], "engine.runner=native does not support models of type 'mamba'"),
+        ({"weights": "fp8"}, {}, [], "model.weights=fp8 needs transformers on a GPU, but this machine has no GPU"),
+        ({"weights": "fp8", "device": "cpu"}, {}, [1], "model.weights=fp8 needs transformers on a GPU"),
+        ({"weights": "int8g"}, {}, [1], "model.weights=int8g needs the native runner on a CPU; set it to exact"),
         ({"weights": "int8g", "device": "cpu"}, {}, [1], ""),
         ({"weights": "fp8"}, {}, [1], ""),
         ({"weights": "fp8"}, {}, None, ""),

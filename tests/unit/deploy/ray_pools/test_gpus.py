@@ -106,9 +106,9 @@ def test_ranks_have_whole_gpus_and_a_setting_holds(
     [
         ([node(1)], 2, 2, 0.0, "each worker needs 2 GPUs of one Ray node .* suffice for 0 of 2 .* lower engine.tensor"),
         ([node(3), node(3)], 3, 2, 0.0, "suffice for 2 of 3 workers: add GPUs"),
-        ([node(2, 1), node(2, 1)], 3, 1, 0.0, "room for 2 of 3 workers, by their resource `baton_worker`.*raise the"),
+        ([node(2, 1), node(2, 1)], 3, 1, 0.0, "room for 2 of 3 workers, by their resource `baton_worker`.*more of the"),
         ([node(2, 2), node(0, 9)], 3, 1, 0.0, "nodes with GPUs have room for 2 of 3 workers"),
-        ([node(8)], 2, 1, 1.5, r"gpus_per_worker is 1\.5: more than one GPU can only be a whole number"),
+        ([node(8)], 2, 1, 1.5, r"gpus_per_worker is 1\.5: above 1 it must be a whole number"),
     ],
 )
 def test_what_cannot_be_placed_is_refused_with_what_to_change(

@@ -261,7 +261,7 @@ STATUS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changed", "level", "text"),
     [
-        ({}, "good", "all parts well"),
+        ({}, "good", "all components healthy"),
         ({"not_ready": "no worker is ready"}, "bad", "requests not served"),
         ({"redis": {"ok": False}}, "bad", "redis lost"),
         ({"controller": None}, "warn", "controller none"),
@@ -301,7 +301,7 @@ def test_alerts_say_since_when_and_what_to_read() -> None:
     [
         ([alert("BatonPoolEmpty"), alert("BatonTokensSlow", "warning")], "bad", "BatonPoolEmpty"),
         ([alert("BatonTokensSlow", "warning")], "warn", "BatonTokensSlow"),
-        ([alert("BatonPoolEmpty", is_firing=False)], "good", "all parts well"),
+        ([alert("BatonPoolEmpty", is_firing=False)], "good", "all components healthy"),
     ],
 )
 def test_health_names_the_alerts_that_fire(alerts: list[dict[str, Any]], level: str, text: str) -> None:
@@ -320,7 +320,7 @@ def test_the_load_says_how_much_there_may_be_and_what_is_nearly_full() -> None:
         ("processor", "97 %", "warn"),
         ("event loop lag", "12 ms", ""),
         ("memory", "150 MiB", ""),
-        ("answers in flight", "7", ""),
+        ("responses in flight", "7", ""),
         ("connections", "3 of 8,192", ""),
         ("files", "81 of 100", "warn"),
     ]
