@@ -45,6 +45,7 @@ from baton.wire.worker import MAX_HYPOTHESES_BYTES
 from tests.support import builders
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+SOME_TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_BOOL: st.booleans(),
     FieldDescriptor.TYPE_BYTES: st.binary(max_size=40),
@@ -66,7 +67,7 @@ SAMPLING_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "top_p": st.floats(0, 1, exclude_min=True, width=32),
     "min_p": st.floats(0, 1, width=32),
     "seed": st.none() | st.integers(1 - 2**63, 2**63 - 1),
-    "stop": st.lists(TEXT.filter(bool), max_size=4).map(tuple),
+    "stop": st.lists(SOME_TEXT, max_size=4).map(tuple),
     "stop_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple),
     "n": st.integers(1, 16),
     "ignore_eos": st.booleans(),
@@ -79,7 +80,7 @@ SAMPLING_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.dictionaries(IDS, st.floats(-100, 100, width=32), max_size=4).map(
         lambda d: tuple(sorted(d.items()))
     ),
-    "bad_words": st.lists(TEXT.filter(bool), max_size=4).map(tuple),
+    "bad_words": st.lists(SOME_TEXT, max_size=4).map(tuple),
     "bad_word_ids": st.lists(st.lists(IDS, min_size=2, max_size=4).map(tuple), max_size=4).map(tuple),
     "allowed_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple),
     "typical_p": st.floats(0, 1, exclude_min=True, width=32),
@@ -87,7 +88,7 @@ SAMPLING_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "dry_base": st.floats(1, 4, width=32),
     "dry_allowed_length": st.integers(1, 50),
     "dry_range": st.integers(0, 2**31 - 1),
-    "dry_sequence_breakers": st.lists(TEXT.filter(bool), min_size=1, max_size=4).map(tuple),
+    "dry_sequence_breakers": st.lists(SOME_TEXT, min_size=1, max_size=4).map(tuple),
     "dry_breaker_ids": st.lists(IDS, max_size=4).map(tuple),
     "xtc_probability": st.floats(0, 1, width=32),
     "xtc_threshold": st.floats(0, 1, width=32),
@@ -95,10 +96,10 @@ SAMPLING_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "skip_special_tokens": st.booleans(),
     "xtc_exempt_token_ids": st.lists(IDS, max_size=4).map(tuple),
     "structured_outputs": st.none()
-    | st.builds(StructuredOutputs, json=TEXT.filter(bool))
-    | st.builds(StructuredOutputs, regex=TEXT.filter(bool))
-    | st.builds(StructuredOutputs, grammar=TEXT.filter(bool))
-    | st.builds(StructuredOutputs, choice=st.lists(TEXT.filter(bool), min_size=1, max_size=4).map(tuple))
+    | st.builds(StructuredOutputs, json=SOME_TEXT)
+    | st.builds(StructuredOutputs, regex=SOME_TEXT)
+    | st.builds(StructuredOutputs, grammar=SOME_TEXT)
+    | st.builds(StructuredOutputs, choice=st.lists(SOME_TEXT, min_size=1, max_size=4).map(tuple))
     | st.just(StructuredOutputs(json_object=True)),
     "reasoning_end_ids": st.lists(IDS, min_size=1, max_size=4).map(tuple),
     "reasoning_begin_id": st.none() | IDS,

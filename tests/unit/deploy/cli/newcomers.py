@@ -75,7 +75,10 @@ MISTAKES = {
         words="up", settings={"model_device": "cuda"}, sentence="set model.device to cpu"
     ),
     "weights for a GPU": Mistake(
-        words="up", settings={"model_weights": "fp8"}, sentence="there is none here; set it to exact", needs_model=True
+        words="up",
+        settings={"model_weights": "fp8"},
+        sentence="but this machine has no GPU; set it to exact",
+        needs_model=True,
     ),
     "more memory than there is": Mistake(
         words="up",
@@ -84,7 +87,7 @@ MISTAKES = {
         needs_model=True,
     ),
     "more workers than there is memory for": Mistake(
-        words="up --prefill 200", sentence="weights and processes of 201 ranks want", needs_model=True
+        words="up --prefill 200", sentence="weights and processes of 201 ranks need", needs_model=True
     ),
     "ranks that do not divide the heads": Mistake(
         words="up", settings={"engine_tensor_parallel": "4"}, sentence="does not divide the 9 heads", needs_model=True
@@ -93,7 +96,7 @@ MISTAKES = {
     "a Redis that does not run": Mistake(
         words="up",
         settings={"index_redis_url": "redis://127.0.0.1:{free}"},
-        sentence="start it, or leave index.redis_url (BATON_INDEX_REDIS_URL) out",
+        sentence="start it, or unset index.redis_url (BATON_INDEX_REDIS_URL)",
     ),
     "a Ray without a secret": Mistake(
         words="up --ray-address 127.0.0.1:{free}", sentence="set cluster.secret (BATON_CLUSTER_SECRET) to a file"
@@ -101,15 +104,15 @@ MISTAKES = {
     "a Ray that does not run": Mistake(
         words="up --ray-address 127.0.0.1:{free}",
         settings={"cluster_secret": SECRET},
-        sentence="start one with `ray start --head`, or leave the address out",
+        sentence="start one with `ray start --head`, or omit the address",
     ),
     "a tenants' file that is not there": Mistake(
-        words="up", settings={"router_tenants_file": "/none.yaml"}, sentence="fix the file, or mount the secret"
+        words="up", settings={"router_tenants_file": "/none.yaml"}, sentence="fix the file, or mount the Secret"
     ),
     "a certificate that is not there": Mistake(
         words="up",
         settings={"router_tls_certificate": "/none.pem", "router_tls_key": "/none.key"},
-        sentence="name PEM files that belong together",
+        sentence="must name matching PEM files",
     ),
     "no cluster": Mistake(words="generate Hello --address 127.0.0.1:{free}", sentence="start one with `baton up`"),
     "an address with a scheme": Mistake(

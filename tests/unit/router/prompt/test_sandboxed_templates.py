@@ -80,7 +80,10 @@ HOSTILE = {  # what doubles takes a second, where others keep the machine busy, 
         "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
         "is nested too deeply",
     ),
-    "much text": ("{% for i in range(90000) %}{{ 'x' * 20 }}{% endfor %}", "writes 1800002 characters, more than"),
+    "much text": (
+        "{% for i in range(90000) %}{{ 'x' * 20 }}{% endfor %}",
+        "its output has 1800002 characters; the limit is",
+    ),
 }
 
 
