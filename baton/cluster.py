@@ -88,7 +88,7 @@ class TransferCounts:
     """Total duration of sent transfers, each from its first chunk to the acknowledged commit."""
     exposed_s: float = 0.0
     """The part of `transfer_s` after the prompt was computed, which no computation hid."""
-    open_pairs: int = 0
+    open_connections: int = 0
     slots_in_use: int = 0
     """Slots of the staging pools that hold a chunk."""
     unsent_bytes: int = 0
@@ -104,14 +104,14 @@ class TransferCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenLinks:
+class OpenConnections:
     """Open connections of one kind to other workers."""
 
-    link: str
-    """Kind of transport: ipc, nccl, shm or tcp."""
     transport: str
+    """Kind of transport: ipc, nccl, shm or tcp."""
+    carrier: str
     """Path by which NCCL carries the bytes: P2P, SHM, NET/IB, NET/Socket or unknown; empty for other kinds."""
-    open_pairs: int
+    open_connections: int
 
 
 MAX_REASON = 300
@@ -225,7 +225,7 @@ class WorkerLoad:
     blocks: BlockCounts = field(default_factory=BlockCounts)
     self_check: str = "ok"
     transfers: TransferCounts = field(default_factory=TransferCounts)
-    links: tuple[OpenLinks, ...] = ()
+    connections: tuple[OpenConnections, ...] = ()
     preemptions: int = 0
     """Preemptions since the worker started: sequences whose blocks were freed and that were computed again."""
     costs: StepCosts = PRIOR

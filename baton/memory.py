@@ -88,7 +88,9 @@ class Room:
 
     @property
     def _for(self) -> str:
-        aside = f"{self.set_aside / GIB:.1f} for transfers (transfer.num_slots, gpu_slot_bytes, gpu_rings_mib, links)"
+        aside = (
+            f"{self.set_aside / GIB:.1f} for transfers (transfer.num_slots, gpu_slot_bytes, gpu_rings_mib, transports)"
+        )
         return f", of which {aside}" if self.set_aside else ""
 
 

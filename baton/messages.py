@@ -269,7 +269,7 @@ class Hello:
     worker_id: str
     incarnation: str
     wire_compat: str
-    links: tuple[str, ...]
+    transports: tuple[str, ...]
     layout: KvLayout
     rank: int
     """The sending rank."""
@@ -281,7 +281,7 @@ class Hello:
     """Equal if both ranks' caches are on one GPU; empty: on none, or unknown."""
     gpu_uuid: str = ""
     """UUID of the GPU of the rank's cache in the driver; empty: it is on none."""
-    plain_links: tuple[str, ...] = ()  # transports that may send KV unencrypted despite certificates
+    plaintext_transports: tuple[str, ...] = ()  # transports that may send KV unencrypted despite certificates
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ class Welcome:
     """The receiver's answer to `Hello`: the transport that it chose."""
 
     incarnation: str
-    link: str
+    transport: str
     pair_epoch: int
 
 
@@ -304,7 +304,7 @@ class SessionFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkReady:
+class TransportReady:
     """The receiver's end of the transport is open."""
 
 
@@ -389,7 +389,7 @@ class AbortAck:
 
 
 FromSender = Hello | Rendezvous | Offer | Commit | Abort | Ping
-FromReceiver = Welcome | Rendezvous | LinkReady | Grant | CommitAck | Nack | AbortAck | Ping | SessionFailed
+FromReceiver = Welcome | Rendezvous | TransportReady | Grant | CommitAck | Nack | AbortAck | Ping | SessionFailed
 
 
 @dataclass(frozen=True, slots=True)

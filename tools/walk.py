@@ -125,7 +125,7 @@ def walks() -> tuple[list[str], list[str]]:
             config = Config(
                 model=ModelConfig(path=str(model.path), served_name=model.served_name, revision=model.revision),
                 engine=EngineConfig(num_blocks=256, max_num_seqs=8),
-                transfer=TransferConfig(links=("tcp",)),
+                transfer=TransferConfig(transports=("tcp",)),
                 index=IndexConfig(redis_url=redis.url, renew_s=0.5, poll_s=0.2),
                 router=RouterConfig(mode="disaggregated", id="router-0"),
                 cluster=ClusterConfig(grpc_port=_free_port(), http_port=_free_port()),

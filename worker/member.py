@@ -266,7 +266,7 @@ class Member:
             model_accepted_tokens=load.model_accepted_tokens,
             self_check=self.loop.self_check,
             transfers=self.kv.counts(),
-            links=self.kv.links(),
+            connections=self.kv.connections(),
             malformed=self._malformed.total,
         )
 

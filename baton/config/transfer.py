@@ -9,13 +9,13 @@ from pydantic import Field
 from baton.config.section import COMMA_SEPARATED, ON_OFF, WHOLE, AtLeastOne, Must, OneOf, Seconds, String, section
 from baton.errors import ConfigError
 
-LINK_KINDS = ("ipc", "nccl", "shm", "tcp")
+TRANSPORT_NAMES = ("ipc", "nccl", "shm", "tcp")
 NCCL_PAIR_BYTES = 42 * 2**20
 """Maximum GPU memory of one side of an nccl transport, in bytes (`pair-memory` in tests/gpu)."""
 NCCL_MODES = ("nonblocking-eager", "nonblocking-lazy", "blocking-eager", "blocking-lazy")
 NcclMode: TypeAlias = Annotated[str, OneOf(*NCCL_MODES)]
 PlainKind: TypeAlias = Annotated[str, OneOf("nccl")]
-LinkKind: TypeAlias = Annotated[str, OneOf(*LINK_KINDS)]
+TransportName: TypeAlias = Annotated[str, OneOf(*TRANSPORT_NAMES)]
 
 
 @section("transfer")
@@ -33,13 +33,13 @@ class TransferConfig:
     be the same on all workers; engine.max_num_batched_tokens is the best value."""
     gpu_rings_mib: AtLeastOne = 1024
     """Maximum GPU memory for a worker's outgoing ipc buffers, in MiB; each connection uses window * gpu_slot_bytes.
-    When it is exhausted, new connections fall back to the next transport in `links`."""
+    When it is exhausted, new connections fall back to the next transport in `transports`."""
     num_slots: AtLeastOne = 16
     """Staging slots of a worker, per direction, shared by all its connections except those over shared memory, which
     have their own."""
     window: AtLeastOne = 4
     """Maximum number of staging slots that one connection holds at a time."""
-    max_pairs: Annotated[int, Field(ge=0), WHOLE, Must.be("0 (automatic) or more")] = 0
+    max_connections: Annotated[int, Field(ge=0), WHOLE, Must.be("0 (automatic) or more")] = 0
     """Maximum number of open connections of a sender, one per pair of ranks; a new connection closes the least recently
     used one. 0: 32 per rank on a GPU, where each nccl connection uses about 30 MB of memory, and 64 per rank on a
     CPU."""
@@ -67,13 +67,13 @@ class TransferConfig:
     wire_dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16", "int8")] = "auto"
     """Type in which KV is sent. auto: the narrower type of the two caches. int8 has one scale per head and page. A type
     that is narrower than both caches' types is lossy: disaggregated and aggregated outputs may then differ."""
-    links: Annotated[tuple[LinkKind, ...], COMMA_SEPARATED] = ("ipc", "nccl", "shm", "tcp")
+    transports: Annotated[tuple[TransportName, ...], COMMA_SEPARATED] = ("ipc", "nccl", "shm", "tcp")
     """Transports that a worker offers and accepts, preferred first. ipc requires that both workers use the same GPU, or
     two GPUs of one host with peer access from the receiver to the sender. nccl requires two GPUs, and a single rank on
     both sides. shm requires two CPU caches on one host. tcp always works. An nccl transport
     signals over TCP."""
 
-    plain_links: Annotated[tuple[PlainKind, ...], COMMA_SEPARATED] = ()
+    plaintext_transports: Annotated[tuple[PlainKind, ...], COMMA_SEPARATED] = ()
     """Transports over which KV may leave a machine unencrypted even if the cluster has certificates
     (`cluster.tls_certificate`): nccl, which cannot encrypt. Set it only if the network between the GPUs is private.
     Both workers must set it; otherwise KV between machines is sent over tcp."""
@@ -85,15 +85,15 @@ class TransferConfig:
 
     def gpu_bytes(self, num_ranks: int) -> int:
         """Return the maximum memory of each GPU that the transfers of a worker with `num_ranks` ranks use, in bytes."""
-        over_nccl = "nccl" in self.links and num_ranks == 1
-        over_ipc = "ipc" in self.links
+        over_nccl = "nccl" in self.transports and num_ranks == 1
+        over_ipc = "ipc" in self.transports
         slots = 2 * self.num_slots * self.gpu_slot_bytes if over_nccl or over_ipc else 0  # sent and received
-        pairs = (self.max_pairs or 32) * NCCL_PAIR_BYTES if over_nccl else 0
+        pairs = (self.max_connections or 32) * NCCL_PAIR_BYTES if over_nccl else 0
         return slots + pairs + self.gpu_rings_mib * 2**20 * over_ipc
 
     def __post_init__(self) -> None:
-        if not self.links:
-            raise ConfigError(f"transfer.links must name at least one of {', '.join(LINK_KINDS)}")
+        if not self.transports:
+            raise ConfigError(f"transfer.transports must name at least one of {', '.join(TRANSPORT_NAMES)}")
         if self.gpu_slot_bytes < self.slot_bytes:
             raise ConfigError(
                 f"transfer.gpu_slot_bytes ({self.gpu_slot_bytes}) must not be less than transfer.slot_bytes "

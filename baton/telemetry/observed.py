@@ -46,10 +46,12 @@ def _sequence_counts(status: ClusterStatus) -> Iterable[Observation]:
         yield Observation(worker.load.waiting, {**_labels(worker), "state": "waiting"})
 
 
-def _open_links(status: ClusterStatus) -> Iterable[Observation]:
+def _open_connections(status: ClusterStatus) -> Iterable[Observation]:
     for worker in status.workers:
-        for each in worker.load.links:
-            yield Observation(each.open_pairs, {**_labels(worker), "link": each.link, "transport": each.transport})
+        for each in worker.load.connections:
+            yield Observation(
+                each.open_connections, {**_labels(worker), "transport": each.transport, "carrier": each.carrier}
+            )
 
 
 def _by_kind(status: ClusterStatus, counts: Callable[[WorkerLoad], tuple[int, int]]) -> Iterable[Observation]:
@@ -327,15 +329,15 @@ OBSERVED: tuple[ObservedMetric, ...] = (
         is_counter=True,
     ),
     ObservedMetric(
-        name="baton.kv_open_pairs",
+        name="baton.kv_open_connections",
         description="Open connections to other workers, one per sending and receiving rank.",
-        observe=TransferRows({"open_pairs": {}}),
+        observe=TransferRows({"open_connections": {}}),
     ),
     ObservedMetric(
-        name="baton.kv_pairs",
-        description="Open connections to other workers by link (ipc, nccl, shm, tcp) and, for nccl, by the path "
-        "of the bytes (transport): P2P, SHM, NET/IB, NET/Socket or unknown.",
-        observe=_open_links,
+        name="baton.kv_connections",
+        description="Open connections to other workers by transport (ipc, nccl, shm, tcp) and, for nccl, by the path "
+        "of the bytes (carrier): P2P, SHM, NET/IB, NET/Socket or unknown.",
+        observe=_open_connections,
     ),
     ObservedMetric(
         name="baton.kv_staging_slots_in_use",

@@ -947,7 +947,7 @@ class Worker(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     SAMPLER_FIELD_NUMBER: _builtins.int
     COMPUTES_FIELD_NUMBER: _builtins.int
-    LINKS_FIELD_NUMBER: _builtins.int
+    CONNECTIONS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -995,7 +995,7 @@ class Worker(_message.Message):
     @_builtins.property
     def computes(self) -> Global___Computes: ...
     @_builtins.property
-    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenLinks]:
+    def connections(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenConnections]:
         """Open connections to other workers, by kind."""
 
     def __init__(
@@ -1027,11 +1027,11 @@ class Worker(_message.Message):
         engine: _builtins.str = ...,
         sampler: _builtins.str = ...,
         computes: Global___Computes | None = ...,
-        links: _abc.Iterable[Global___OpenLinks] | None = ...,
+        connections: _abc.Iterable[Global___OpenConnections] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "computes", b"computes", "costs", b"costs", "transfers", b"transfers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "blocks", b"blocks", "busy_s", b"busy_s", "chunk_tokens", b"chunk_tokens", "computed_tokens", b"computed_tokens", "computes", b"computes", "content_id", b"content_id", "costs", b"costs", "engine", b"engine", "epoch", b"epoch", "id", b"id", "links", b"links", "max_model_len", b"max_model_len", "node", b"node", "pid", b"pid", "preemptions", b"preemptions", "queued_tokens", b"queued_tokens", "role", b"role", "running", b"running", "sampler", b"sampler", "self_check", b"self_check", "state", b"state", "transfers", b"transfers", "version", b"version", "waiting", b"waiting", "wire_compat", b"wire_compat"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "blocks", b"blocks", "busy_s", b"busy_s", "chunk_tokens", b"chunk_tokens", "computed_tokens", b"computed_tokens", "computes", b"computes", "connections", b"connections", "content_id", b"content_id", "costs", b"costs", "engine", b"engine", "epoch", b"epoch", "id", b"id", "max_model_len", b"max_model_len", "node", b"node", "pid", b"pid", "preemptions", b"preemptions", "queued_tokens", b"queued_tokens", "role", b"role", "running", b"running", "sampler", b"sampler", "self_check", b"self_check", "state", b"state", "transfers", b"transfers", "version", b"version", "waiting", b"waiting", "wire_compat", b"wire_compat"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1100,33 +1100,33 @@ class Computes(_message.Message):
 Global___Computes: _TypeAlias = Computes  # noqa: Y015
 
 @_typing.final
-class OpenLinks(_message.Message):
+class OpenConnections(_message.Message):
     """Open connections of one kind to other workers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LINK_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
-    OPEN_PAIRS_FIELD_NUMBER: _builtins.int
-    link: _builtins.str
-    """The transport: "ipc", "nccl", "shm" or "tcp"."""
+    CARRIER_FIELD_NUMBER: _builtins.int
+    OPEN_CONNECTIONS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
+    """The transport: "ipc", "nccl", "shm" or "tcp"."""
+    carrier: _builtins.str
     """NCCL's own transport: "P2P", "SHM", "NET/IB", "NET/Socket" or "unknown"; empty for other kinds."""
-    open_pairs: _builtins.int
+    open_connections: _builtins.int
     def __init__(
         self,
         *,
-        link: _builtins.str = ...,
         transport: _builtins.str = ...,
-        open_pairs: _builtins.int = ...,
+        carrier: _builtins.str = ...,
+        open_connections: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["link", b"link", "open_pairs", b"open_pairs", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "open_connections", b"open_connections", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___OpenLinks: _TypeAlias = OpenLinks  # noqa: Y015
+Global___OpenConnections: _TypeAlias = OpenConnections  # noqa: Y015
 
 @_typing.final
 class StepCosts(_message.Message):
@@ -1174,13 +1174,13 @@ class Transfers(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    OPEN_PAIRS_FIELD_NUMBER: _builtins.int
+    OPEN_CONNECTIONS_FIELD_NUMBER: _builtins.int
     SLOTS_IN_USE_FIELD_NUMBER: _builtins.int
     UNSENT_BYTES_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     PULLED_TOKENS_FIELD_NUMBER: _builtins.int
-    open_pairs: _builtins.int
+    open_connections: _builtins.int
     """Open connections to other workers, each with its own transport."""
     slots_in_use: _builtins.int
     """Staging slots that currently hold a chunk."""
@@ -1194,7 +1194,7 @@ class Transfers(_message.Message):
     def __init__(
         self,
         *,
-        open_pairs: _builtins.int = ...,
+        open_connections: _builtins.int = ...,
         slots_in_use: _builtins.int = ...,
         unsent_bytes: _builtins.int = ...,
         committed: _builtins.int = ...,
@@ -1203,7 +1203,7 @@ class Transfers(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "failed", b"failed", "open_pairs", b"open_pairs", "pulled_tokens", b"pulled_tokens", "slots_in_use", b"slots_in_use", "unsent_bytes", b"unsent_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "failed", b"failed", "open_connections", b"open_connections", "pulled_tokens", b"pulled_tokens", "slots_in_use", b"slots_in_use", "unsent_bytes", b"unsent_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/worker.proto\"S\n\x0bPullRequest\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.Ticket\x12\x12\n\nblock_keys\x18\x02 \x03(\x0c\x12\x0e\n\x06permit\x18\x03 \x01(\x0c\"\"\n\x0cPullResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\"\xf1\x01\n\x0eSessionRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12*\n\nrendezvous\x18\x02 \x01(\x0b\x32\x14.baton.v1.RendezvousH\x00\x12 \n\x05offer\x18\x03 \x01(\x0b\x32\x0f.baton.v1.OfferH\x00\x12\"\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x10.baton.v1.CommitH\x00\x12 \n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x0f.baton.v1.AbortH\x00\x12\x1e\n\x04ping\x18\x06 \x01(\x0b\x32\x0e.baton.v1.PingH\x00\x42\t\n\x07message\"\x82\x03\n\x0fSessionResponse\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.baton.v1.WelcomeH\x00\x12*\n\nrendezvous\x18\x02 \x01(\x0b\x32\x14.baton.v1.RendezvousH\x00\x12 \n\x05grant\x18\x03 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12)\n\ncommit_ack\x18\x04 \x01(\x0b\x32\x13.baton.v1.CommitAckH\x00\x12\x1e\n\x04nack\x18\x05 \x01(\x0b\x32\x0e.baton.v1.NackH\x00\x12\'\n\tabort_ack\x18\x06 \x01(\x0b\x32\x12.baton.v1.AbortAckH\x00\x12\x1e\n\x04ping\x18\x07 \x01(\x0b\x32\x0e.baton.v1.PingH\x00\x12)\n\nlink_ready\x18\x08 \x01(\x0b\x32\x13.baton.v1.LinkReadyH\x00\x12\x31\n\x0esession_failed\x18\t \x01(\x0b\x32\x17.baton.v1.SessionFailedH\x00\x42\t\n\x07message\"\xfa\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x13\n\x0bwire_compat\x18\x04 \x01(\t\x12\r\n\x05links\x18\x05 \x03(\t\x12\"\n\x06layout\x18\x06 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x0c\n\x04rank\x18\x07 \x01(\r\x12\x11\n\tpeer_rank\x18\x08 \x01(\r\x12\x0f\n\x07host_id\x18\t \x01(\t\x12\x0e\n\x06gpu_id\x18\n \x01(\t\x12\x10\n\x08gpu_uuid\x18\x0b \x01(\t\x12\x13\n\x0bplain_links\x18\x0c \x03(\t\"@\n\x07Welcome\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0c\n\x04link\x18\x02 \x01(\t\x12\x12\n\npair_epoch\x18\x03 \x01(\r\"\x1f\n\rSessionFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x0b\n\tLinkReady\"\x06\n\x04Ping\"(\n\nRendezvous\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x96\x01\n\x05Offer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0bplan_digest\x18\x03 \x01(\x0c\x12\x12\n\nnum_chunks\x18\x04 \x01(\r\x12\x12\n\nwire_dtype\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x13\n\x0b\x63hunk_bytes\x18\x07 \x01(\r\"0\n\x05Grant\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"[\n\x06\x43ommit\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x18\n\x0b\x66irst_token\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_first_token\"4\n\tCommitAck\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"?\n\x04Nack\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"@\n\x05\x41\x62ort\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"3\n\x08\x41\x62ortAck\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x32\x86\x01\n\tKvControl\x12\x42\n\x07Session\x12\x18.baton.v1.SessionRequest\x1a\x19.baton.v1.SessionResponse(\x01\x30\x01\x12\x35\n\x04Pull\x12\x15.baton.v1.PullRequest\x1a\x16.baton.v1.PullResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/worker.proto\"S\n\x0bPullRequest\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.Ticket\x12\x12\n\nblock_keys\x18\x02 \x03(\x0c\x12\x0e\n\x06permit\x18\x03 \x01(\x0c\"\"\n\x0cPullResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\"\xf1\x01\n\x0eSessionRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12*\n\nrendezvous\x18\x02 \x01(\x0b\x32\x14.baton.v1.RendezvousH\x00\x12 \n\x05offer\x18\x03 \x01(\x0b\x32\x0f.baton.v1.OfferH\x00\x12\"\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x10.baton.v1.CommitH\x00\x12 \n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x0f.baton.v1.AbortH\x00\x12\x1e\n\x04ping\x18\x06 \x01(\x0b\x32\x0e.baton.v1.PingH\x00\x42\t\n\x07message\"\x8c\x03\n\x0fSessionResponse\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.baton.v1.WelcomeH\x00\x12*\n\nrendezvous\x18\x02 \x01(\x0b\x32\x14.baton.v1.RendezvousH\x00\x12 \n\x05grant\x18\x03 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12)\n\ncommit_ack\x18\x04 \x01(\x0b\x32\x13.baton.v1.CommitAckH\x00\x12\x1e\n\x04nack\x18\x05 \x01(\x0b\x32\x0e.baton.v1.NackH\x00\x12\'\n\tabort_ack\x18\x06 \x01(\x0b\x32\x12.baton.v1.AbortAckH\x00\x12\x1e\n\x04ping\x18\x07 \x01(\x0b\x32\x0e.baton.v1.PingH\x00\x12\x33\n\x0ftransport_ready\x18\x08 \x01(\x0b\x32\x18.baton.v1.TransportReadyH\x00\x12\x31\n\x0esession_failed\x18\t \x01(\x0b\x32\x17.baton.v1.SessionFailedH\x00\x42\t\n\x07message\"\x88\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x13\n\x0bwire_compat\x18\x04 \x01(\t\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\"\n\x06layout\x18\x06 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x0c\n\x04rank\x18\x07 \x01(\r\x12\x11\n\tpeer_rank\x18\x08 \x01(\r\x12\x0f\n\x07host_id\x18\t \x01(\t\x12\x0e\n\x06gpu_id\x18\n \x01(\t\x12\x10\n\x08gpu_uuid\x18\x0b \x01(\t\x12\x1c\n\x14plaintext_transports\x18\x0c \x03(\t\"E\n\x07Welcome\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x12\n\npair_epoch\x18\x03 \x01(\r\"\x1f\n\rSessionFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x10\n\x0eTransportReady\"\x06\n\x04Ping\"(\n\nRendezvous\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x96\x01\n\x05Offer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0bplan_digest\x18\x03 \x01(\x0c\x12\x12\n\nnum_chunks\x18\x04 \x01(\r\x12\x12\n\nwire_dtype\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x13\n\x0b\x63hunk_bytes\x18\x07 \x01(\r\"0\n\x05Grant\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"[\n\x06\x43ommit\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x18\n\x0b\x66irst_token\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_first_token\"4\n\tCommitAck\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"?\n\x04Nack\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"@\n\x05\x41\x62ort\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"3\n\x08\x41\x62ortAck\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x32\x86\x01\n\tKvControl\x12\x42\n\x07Session\x12\x18.baton.v1.SessionRequest\x1a\x19.baton.v1.SessionResponse(\x01\x30\x01\x12\x35\n\x04Pull\x12\x15.baton.v1.PullRequest\x1a\x16.baton.v1.PullResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,33 +39,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONREQUEST']._serialized_start=176
   _globals['_SESSIONREQUEST']._serialized_end=417
   _globals['_SESSIONRESPONSE']._serialized_start=420
-  _globals['_SESSIONRESPONSE']._serialized_end=806
-  _globals['_HELLO']._serialized_start=809
-  _globals['_HELLO']._serialized_end=1059
-  _globals['_WELCOME']._serialized_start=1061
-  _globals['_WELCOME']._serialized_end=1125
-  _globals['_SESSIONFAILED']._serialized_start=1127
-  _globals['_SESSIONFAILED']._serialized_end=1158
-  _globals['_LINKREADY']._serialized_start=1160
-  _globals['_LINKREADY']._serialized_end=1171
-  _globals['_PING']._serialized_start=1173
-  _globals['_PING']._serialized_end=1179
-  _globals['_RENDEZVOUS']._serialized_start=1181
-  _globals['_RENDEZVOUS']._serialized_end=1221
-  _globals['_OFFER']._serialized_start=1224
-  _globals['_OFFER']._serialized_end=1374
-  _globals['_GRANT']._serialized_start=1376
-  _globals['_GRANT']._serialized_end=1424
-  _globals['_COMMIT']._serialized_start=1426
-  _globals['_COMMIT']._serialized_end=1517
-  _globals['_COMMITACK']._serialized_start=1519
-  _globals['_COMMITACK']._serialized_end=1571
-  _globals['_NACK']._serialized_start=1573
-  _globals['_NACK']._serialized_end=1636
-  _globals['_ABORT']._serialized_start=1638
-  _globals['_ABORT']._serialized_end=1702
-  _globals['_ABORTACK']._serialized_start=1704
-  _globals['_ABORTACK']._serialized_end=1755
-  _globals['_KVCONTROL']._serialized_start=1758
-  _globals['_KVCONTROL']._serialized_end=1892
+  _globals['_SESSIONRESPONSE']._serialized_end=816
+  _globals['_HELLO']._serialized_start=819
+  _globals['_HELLO']._serialized_end=1083
+  _globals['_WELCOME']._serialized_start=1085
+  _globals['_WELCOME']._serialized_end=1154
+  _globals['_SESSIONFAILED']._serialized_start=1156
+  _globals['_SESSIONFAILED']._serialized_end=1187
+  _globals['_TRANSPORTREADY']._serialized_start=1189
+  _globals['_TRANSPORTREADY']._serialized_end=1205
+  _globals['_PING']._serialized_start=1207
+  _globals['_PING']._serialized_end=1213
+  _globals['_RENDEZVOUS']._serialized_start=1215
+  _globals['_RENDEZVOUS']._serialized_end=1255
+  _globals['_OFFER']._serialized_start=1258
+  _globals['_OFFER']._serialized_end=1408
+  _globals['_GRANT']._serialized_start=1410
+  _globals['_GRANT']._serialized_end=1458
+  _globals['_COMMIT']._serialized_start=1460
+  _globals['_COMMIT']._serialized_end=1551
+  _globals['_COMMITACK']._serialized_start=1553
+  _globals['_COMMITACK']._serialized_end=1605
+  _globals['_NACK']._serialized_start=1607
+  _globals['_NACK']._serialized_end=1670
+  _globals['_ABORT']._serialized_start=1672
+  _globals['_ABORT']._serialized_end=1736
+  _globals['_ABORTACK']._serialized_start=1738
+  _globals['_ABORTACK']._serialized_end=1789
+  _globals['_KVCONTROL']._serialized_start=1792
+  _globals['_KVCONTROL']._serialized_end=1926
 # @@protoc_insertion_point(module_scope)

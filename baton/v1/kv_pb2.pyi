@@ -125,7 +125,7 @@ class SessionResponse(_message.Message):
     NACK_FIELD_NUMBER: _builtins.int
     ABORT_ACK_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
-    LINK_READY_FIELD_NUMBER: _builtins.int
+    TRANSPORT_READY_FIELD_NUMBER: _builtins.int
     SESSION_FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
@@ -142,7 +142,7 @@ class SessionResponse(_message.Message):
     @_builtins.property
     def ping(self) -> Global___Ping: ...
     @_builtins.property
-    def link_ready(self) -> Global___LinkReady: ...
+    def transport_ready(self) -> Global___TransportReady: ...
     @_builtins.property
     def session_failed(self) -> Global___SessionFailed: ...
     def __init__(
@@ -155,14 +155,14 @@ class SessionResponse(_message.Message):
         nack: Global___Nack | None = ...,
         abort_ack: Global___AbortAck | None = ...,
         ping: Global___Ping | None = ...,
-        link_ready: Global___LinkReady | None = ...,
+        transport_ready: Global___TransportReady | None = ...,
         session_failed: Global___SessionFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "commit_ack", b"commit_ack", "grant", b"grant", "link_ready", b"link_ready", "message", b"message", "nack", b"nack", "ping", b"ping", "rendezvous", b"rendezvous", "session_failed", b"session_failed", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "commit_ack", b"commit_ack", "grant", b"grant", "message", b"message", "nack", b"nack", "ping", b"ping", "rendezvous", b"rendezvous", "session_failed", b"session_failed", "transport_ready", b"transport_ready", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "commit_ack", b"commit_ack", "grant", b"grant", "link_ready", b"link_ready", "message", b"message", "nack", b"nack", "ping", b"ping", "rendezvous", b"rendezvous", "session_failed", b"session_failed", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "commit_ack", b"commit_ack", "grant", b"grant", "message", b"message", "nack", b"nack", "ping", b"ping", "rendezvous", b"rendezvous", "session_failed", b"session_failed", "transport_ready", b"transport_ready", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "rendezvous", "grant", "commit_ack", "nack", "abort_ack", "ping", "link_ready", "session_failed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "rendezvous", "grant", "commit_ack", "nack", "abort_ack", "ping", "transport_ready", "session_failed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -178,14 +178,14 @@ class Hello(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     WIRE_COMPAT_FIELD_NUMBER: _builtins.int
-    LINKS_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     PEER_RANK_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     GPU_ID_FIELD_NUMBER: _builtins.int
     GPU_UUID_FIELD_NUMBER: _builtins.int
-    PLAIN_LINKS_FIELD_NUMBER: _builtins.int
+    PLAINTEXT_TRANSPORTS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
@@ -205,13 +205,13 @@ class Hello(_message.Message):
     read the cache.
     """
     @_builtins.property
-    def links(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Transports that this side can use, best first: "ipc", "nccl", "shm", "tcp"."""
 
     @_builtins.property
     def layout(self) -> _worker_pb2.KvLayout: ...
     @_builtins.property
-    def plain_links(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def plaintext_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Transports over which this side allows KV to leave its host unencrypted although it has certificates."""
 
     def __init__(
@@ -221,18 +221,18 @@ class Hello(_message.Message):
         worker_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         wire_compat: _builtins.str = ...,
-        links: _abc.Iterable[_builtins.str] | None = ...,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
         layout: _worker_pb2.KvLayout | None = ...,
         rank: _builtins.int = ...,
         peer_rank: _builtins.int = ...,
         host_id: _builtins.str = ...,
         gpu_id: _builtins.str = ...,
         gpu_uuid: _builtins.str = ...,
-        plain_links: _abc.Iterable[_builtins.str] | None = ...,
+        plaintext_transports: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_id", b"gpu_id", "gpu_uuid", b"gpu_uuid", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "links", b"links", "peer_rank", b"peer_rank", "plain_links", b"plain_links", "protocol_version", b"protocol_version", "rank", b"rank", "wire_compat", b"wire_compat", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_id", b"gpu_id", "gpu_uuid", b"gpu_uuid", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "peer_rank", b"peer_rank", "plaintext_transports", b"plaintext_transports", "protocol_version", b"protocol_version", "rank", b"rank", "transports", b"transports", "wire_compat", b"wire_compat", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -243,22 +243,22 @@ class Welcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int
-    LINK_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     PAIR_EPOCH_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
-    link: _builtins.str
+    transport: _builtins.str
     pair_epoch: _builtins.int
     """Unique among the connections of the receiving process; part of every header on the transport."""
     def __init__(
         self,
         *,
         incarnation: _builtins.str = ...,
-        link: _builtins.str = ...,
+        transport: _builtins.str = ...,
         pair_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "link", b"link", "pair_epoch", b"pair_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "pair_epoch", b"pair_epoch", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -288,7 +288,7 @@ class SessionFailed(_message.Message):
 Global___SessionFailed: _TypeAlias = SessionFailed  # noqa: Y015
 
 @_typing.final
-class LinkReady(_message.Message):
+class TransportReady(_message.Message):
     """The receiver's side of the transport is open. If it cannot be opened, the connection fails."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -302,7 +302,7 @@ class LinkReady(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LinkReady: _TypeAlias = LinkReady  # noqa: Y015
+Global___TransportReady: _TypeAlias = TransportReady  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):

@@ -147,5 +147,5 @@ def _worker(worker: Worker) -> admin_pb2.Worker:
         engine=info.engine,
         sampler=info.sampler,
         computes=to_pb(info.computes, admin_pb2.Computes),
-        links=[to_pb(each, admin_pb2.OpenLinks) for each in load.links],
+        connections=[to_pb(each, admin_pb2.OpenConnections) for each in load.connections],
     )

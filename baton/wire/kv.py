@@ -29,7 +29,7 @@ _FROM_RECEIVER = Oneof(
     commit_ack=m.CommitAck,
     nack=m.Nack,
     abort_ack=m.AbortAck,
-    link_ready=m.LinkReady,
+    transport_ready=m.TransportReady,
     ping=m.Ping,
     session_failed=m.SessionFailed,
 )

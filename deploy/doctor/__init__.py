@@ -77,7 +77,7 @@ def diagnose(
         checks += guarded("packages", lambda: machine.packages({"worker"}))
         num_workers = config.kubernetes.workers_per_pod
         checks += guarded("torch", lambda: machine.torch_build(config, num_workers))
-        checks += guarded("links", lambda: transports.links(config, environ))
+        checks += guarded("transports", lambda: transports.checks(config, environ))
         checks += guarded(
             "shared memory", lambda: machine.shared_memory(num_workers * machine.ranks_memory_mib(config))
         )
@@ -104,7 +104,7 @@ def _laptop(config: Config, address: str, access: Access, environ: Mapping[str, 
     checks += guarded("packages", lambda: machine.packages({"worker", "local"}))
     num_workers = config.cluster.prefill + config.cluster.decode
     checks += guarded("torch", lambda: machine.torch_build(config, num_workers))
-    checks += guarded("links", lambda: transports.links(config, environ))
+    checks += guarded("transports", lambda: transports.checks(config, environ))
     if not config.index.redis_url:
         checks += guarded("embedded redis", machine.embedded_redis)
     checks += guarded("model", lambda: machine.model(config, is_needed=False))

@@ -19,7 +19,7 @@ LOCKED_BYTES = 2**30
 """Memory that a worker's transports may pin."""
 
 
-def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
+def checks(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
     """Check what carries data between workers and ranks and may be missing: gloo, NCCL, RDMA.
 
     Shared memory and TCP need nothing.
@@ -27,7 +27,7 @@ def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
     import torch
     import torch.distributed as dist
 
-    has_nccl_link = torch.cuda.is_available() and "nccl" in config.transfer.links
+    may_use_nccl = torch.cuda.is_available() and "nccl" in config.transfer.transports
     if config.engine.tensor_parallel > 1:
         is_there = dist.is_available() and dist.is_gloo_available()
         yield judged(
@@ -36,7 +36,7 @@ def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
             "available" if is_there else "missing from this build of torch",
             "install the torch build from the Makefile",
         )
-    if not has_nccl_link:
+    if not may_use_nccl:
         return
     version = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""  # type: ignore[no-untyped-call]
     yield judged(
@@ -59,16 +59,18 @@ def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
 
 def nccl_beside_tls(config: Config) -> Iterator[Check]:
     """Check whether KV uses NCCL between machines although members have certificates: NCCL cannot encrypt."""
-    if not config.cluster.tls_certificate or "nccl" not in config.transfer.links:
+    if not config.cluster.tls_certificate or "nccl" not in config.transfer.transports:
         return
-    if "nccl" in config.transfer.plain_links:
-        yield Check("nccl and tls", "ok", "KV leaves this machine over nccl unencrypted, as transfer.plain_links says")
+    if "nccl" in config.transfer.plaintext_transports:
+        yield Check(
+            "nccl and tls", "ok", "KV leaves this machine over nccl unencrypted, as transfer.plaintext_transports says"
+        )
         return
     yield Check(
         "nccl and tls",
         "warn",
         "KV between machines uses tcp, because nccl cannot encrypt and cluster.tls_certificate is set",
-        "add nccl to transfer.plain_links if the network between the GPUs is private",
+        "add nccl to transfer.plaintext_transports if the network between the GPUs is private",
     )
 
 

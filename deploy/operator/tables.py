@@ -19,7 +19,7 @@ def print_status(report: dict[str, Any]) -> None:
     workers = in_order(report["workers"])
     out.print(worker_table(workers))
     out.print(transfer_table(workers))
-    for line in (*engine_lines(workers), *computing_lines(workers), *link_lines(workers)):
+    for line in (*engine_lines(workers), *computing_lines(workers), *connection_lines(workers)):
         out.print(line)
     for name, pool in report["pools"].items():
         out.print(f"pool {name}: {pool['ready']} ready of {pool['desired']} desired")
@@ -79,13 +79,18 @@ def computing_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def link_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+def connection_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return one line with the open connections of all workers by kind, counted on both sides."""
     ends: Counter[str] = Counter()
     for worker in workers:
-        for each in worker["links"]:
-            ends[f"{each['link']} by {each['transport']}" if each["transport"] else each["link"]] += each["open_pairs"]
-    return [f"links, by ends: {', '.join(f'{number} {kind}' for kind, number in sorted(ends.items()))}"] if ends else []
+        for each in worker["connections"]:
+            kind = f"{each['transport']} by {each['carrier']}" if each["carrier"] else each["transport"]
+            ends[kind] += each["open_connections"]
+    return (
+        [f"connections, by ends: {', '.join(f'{number} {kind}' for kind, number in sorted(ends.items()))}"]
+        if ends
+        else []
+    )
 
 
 def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
@@ -115,7 +120,7 @@ def transfer_table(workers: Sequence[Mapping[str, Any]]) -> Table:
             with_role(worker["id"], worker["role"]),
             *(str(kv[name]) for name in ("committed", "failed", "pulled_tokens")),
             f"{kv['unsent_bytes'] / 2**20:.1f}",
-            *(str(kv[name]) for name in ("open_pairs", "slots_in_use")),
+            *(str(kv[name]) for name in ("open_connections", "slots_in_use")),
         )
     return table
 

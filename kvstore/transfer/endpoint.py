@@ -15,7 +15,7 @@ import grpc
 
 from baton import wire
 from baton.blocks import HASH_BLOCK
-from baton.cluster import OpenLinks, TransferCounts
+from baton.cluster import OpenConnections, TransferCounts
 from baton.trust import Party, check_permit, open_permit
 from baton.v1 import kv_pb2, kv_pb2_grpc
 from kvstore.transfer.copy.blocks import choose_copies
@@ -86,16 +86,16 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
             received_chunks=received.num_chunks,
             transfer_s=sent.transfer_s,
             exposed_s=sent.exposed_s,
-            open_pairs=self.sender.num_connections + self.receiver.num_connections,
+            open_connections=self.sender.num_connections + self.receiver.num_connections,
             slots_in_use=self.sender.slots_in_use + self.receiver.slots_in_use,
             unsent_bytes=self.sender.unsent_bytes,
         )
 
-    def links(self) -> tuple[OpenLinks, ...]:
+    def connections(self) -> tuple[OpenConnections, ...]:
         """Return the number of open connections by kind of transport, as the worker's lease publishes it."""
         kinds = Counter(kind for kind in (*self.sender.open_kinds, *self.receiver.open_kinds) if kind != "nccl")
-        nccl = (OpenLinks("nccl", carrier, number) for carrier, number in sorted(nccl_pairs_by_carrier().items()))
-        return (*nccl, *(OpenLinks(kind, "", number) for kind, number in sorted(kinds.items())))
+        nccl = (OpenConnections("nccl", carrier, number) for carrier, number in sorted(nccl_pairs_by_carrier().items()))
+        return (*nccl, *(OpenConnections(kind, "", number) for kind, number in sorted(kinds.items())))
 
     async def stuck(self) -> None:
         """Return once too many NCCL communicators are stuck: each end of one may keep its memory.

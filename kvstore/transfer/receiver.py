@@ -79,7 +79,7 @@ class KvReceiver:
         require_fitting_slots(self.layout, config.slot_bytes)
         self._worker = worker
         self._config = config
-        self._usable = usable_transports(worker.devices, config.links)
+        self._usable = usable_transports(worker.devices, config.transports)
         self._staging = StagingPools(config)
         self._reservations = Reservations(worker, config)
         self._connections: dict[int, IncomingConnection] = {}
@@ -271,8 +271,10 @@ class KvReceiver:
             staging=self._staging,
             is_sealed=is_sealed,
         )
-        near = nearness(hello, local.device, is_sealed=is_sealed, plain_links=self._config.plain_links)
-        kind = choose_transport(hello.links, self._usable, near)
+        near = nearness(
+            hello, local.device, is_sealed=is_sealed, plaintext_transports=self._config.plaintext_transports
+        )
+        kind = choose_transport(hello.transports, self._usable, near)
         if kind is None:
             raise TransferRefused(self._why_no_transport(hello, near))
         self._num_connections_ever += 1
@@ -282,19 +284,22 @@ class KvReceiver:
     def _why_no_transport(self, hello: Hello, near: Nearness) -> str:
         """Return why none of the sender's kinds of transport can be used between it and this worker."""
         here = self._worker.worker_id
-        offers = f"worker {hello.worker_id} offers the transports {', '.join(hello.links) or 'none'}"
-        if plain := must_not_be_plain(hello.links, self._usable, near):
+        offers = f"worker {hello.worker_id} offers the transports {', '.join(hello.transports) or 'none'}"
+        if plain := must_not_be_plain(hello.transports, self._usable, near):
             silent = [
                 worker
-                for worker, links in ((hello.worker_id, hello.plain_links), (here, self._config.plain_links))
-                if not set(plain) <= set(links)
+                for worker, names in (
+                    (hello.worker_id, hello.plaintext_transports),
+                    (here, self._config.plaintext_transports),
+                )
+                if not set(plain) <= set(names)
             ]
             return (
                 f"{offers}, and is on another host, to which KV goes encrypted, since the cluster has certificates "
-                f"(cluster.tls_certificate): {', '.join(plain)} cannot encrypt, and transfer.plain_links of worker "
-                f"{' and '.join(silent)} does not name it"
+                f"(cluster.tls_certificate): {', '.join(plain)} cannot encrypt, and transfer.plaintext_transports of "
+                f"worker {' and '.join(silent)} does not name it"
             )
-        is_elsewhere = any(offered in self._usable for offered in hello.links)
+        is_elsewhere = any(offered in self._usable for offered in hello.transports)
         where = "on the same GPU" if near.is_same_gpu else "on another host"
         if near.is_same_host and not near.is_same_gpu:
             where = "on a GPU that the receiver's GPU cannot read"

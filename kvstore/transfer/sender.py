@@ -65,12 +65,12 @@ class KvSender:
             worker_id=worker.worker_id,
             incarnation=worker.incarnation,
             wire_compat=worker.wire_compat,
-            links=usable_transports(worker.devices, config.links),
+            transports=usable_transports(worker.devices, config.transports),
             layout=self.layout,
             rank=0,
             peer_rank=0,
             host_id=host_id(),
-            plain_links=config.plain_links,
+            plaintext_transports=config.plaintext_transports,
         )
         self._worker = worker
         self._config = config

@@ -3,7 +3,7 @@
 --
 -- KEYS  1 the tenant's account: {windows, answers in flight by router: {version, number, until, tokens reserved}}, as
 --         cmsgpack
--
+--
 --       5 answers that the router has in flight   6 those of them that it asks for   7 most in flight; '': no limit
 --       8 lease of the answers, ms   9 tokens that the router has reserved for them   10 those of them that it asks for;
 --       then for each window: length in ms, limit ('': none), room it must have, amount

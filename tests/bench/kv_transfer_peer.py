@@ -56,7 +56,7 @@ NUM_BLOCKS = 160
 TLS = "tcp, TLS"
 LINKS = {"tcp": "tcp", TLS: "tcp", "shm": "shm"}
 MODES = {
-    f"{name}, checksum {checksum}": TransferConfig(links=(link,), checksum=checksum)
+    f"{name}, checksum {checksum}": TransferConfig(transports=(link,), checksum=checksum)
     for name, link in LINKS.items()
     for checksum in ("full", "off")
 }

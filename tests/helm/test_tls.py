@@ -107,9 +107,9 @@ def test_rdma_beside_certificates_needs_a_trusted_network(certificates: tuple[st
     done = template(4, Values(sets=rdma))
     assert done.returncode != 0
     assert "the decode pool has RDMA devices, but KV would go over TCP" in done.stderr
-    assert "config.transfer.plain_links=[nccl]" in done.stderr
-    trusted = render(Values(sets=(*rdma, "config.transfer.plain_links={nccl}")))
-    assert _config(trusted)["transfer"]["plain_links"] == ["nccl"]
+    assert "config.transfer.plaintext_transports=[nccl]" in done.stderr
+    trusted = render(Values(sets=(*rdma, "config.transfer.plaintext_transports={nccl}")))
+    assert _config(trusted)["transfer"]["plaintext_transports"] == ["nccl"]
     assert template(4, Values(sets=("pools.decode.rdma.enabled=true",))).returncode == 0
 
 

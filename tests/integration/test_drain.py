@@ -76,7 +76,7 @@ def wait_for_tokens(streams: list[Stream], num_tokens: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def split_fleet() -> Iterator[Fleet]:
+def disaggregated_fleet() -> Iterator[Fleet]:
     """A router; each test brings workers of its own."""
     router = RouterConfig(mode="disaggregated", cache_secret="drain")
     with running_fleet(TRANSFER, router, step_ms=STEP_MS, lease_s=LEASE_S) as fleet:
@@ -169,8 +169,8 @@ def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, requ
         assert took_s < fewest_left * STEP_MS / 1e3 / 2, "it waited for ends"
 
 
-def test_sigterm_drains(split_fleet: Fleet) -> None:
-    fleet = split_fleet
+def test_sigterm_drains(disaggregated_fleet: Fleet) -> None:
+    fleet = disaggregated_fleet
     with working(fleet) as workers:
         with streaming(fleet, 4, 1200) as streams:
             wait_for_tokens(streams, 40)
@@ -180,8 +180,8 @@ def test_sigterm_drains(split_fleet: Fleet) -> None:
         assert {(stream.timing.decode_worker, stream.retries) for stream in streams} == {(successor, 0)}
 
 
-def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun(split_fleet: Fleet) -> None:
-    fleet = split_fleet
+def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun(disaggregated_fleet: Fleet) -> None:
+    fleet = disaggregated_fleet
     with working(fleet, step_ms=300) as workers:
         # Each is more than a step of the worker, so most of them wait for a while.
         with streaming(fleet, 10, 2, num_prompt_tokens=500) as streams:
@@ -193,8 +193,8 @@ def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun(split_fleet:
 
 
 @pytest.mark.chaos
-def test_roles_change_under_load_and_the_cache_stays(split_fleet: Fleet) -> None:
-    fleet = split_fleet
+def test_roles_change_under_load_and_the_cache_stays(disaggregated_fleet: Fleet) -> None:
+    fleet = disaggregated_fleet
     with working(fleet) as workers:
         (flipped,) = workers.add(Role.DECODE)
         pids = {worker_id: process.pid for worker_id, process in fleet.workers.items()}
@@ -230,8 +230,8 @@ def test_a_flipped_worker_keeps_its_prefixes(aggregated_fleet: Fleet) -> None:
         assert answer.timing.decode_worker == flipped
 
 
-def test_a_worker_that_cannot_be_freed_keeps_its_role(split_fleet: Fleet) -> None:
-    fleet = split_fleet
+def test_a_worker_that_cannot_be_freed_keeps_its_role(disaggregated_fleet: Fleet) -> None:
+    fleet = disaggregated_fleet
     with working(fleet) as workers, hanging_up(fleet, 2, 7000) as streams:
         busy = workers.first[Role.DECODE]
         wait_for_tokens(streams, 20)
@@ -276,9 +276,9 @@ def test_a_worker_that_waits_for_redis_to_join_ends_at_once(tmp_path: Path) -> N
 
 
 @pytest.mark.chaos
-def test_a_worker_that_ends_waits_until_its_last_choice_has_moved(split_fleet: Fleet) -> None:
+def test_a_worker_that_ends_waits_until_its_last_choice_has_moved(disaggregated_fleet: Fleet) -> None:
     """Even where the next worker is so busy that it takes a while to answer."""
-    fleet = split_fleet
+    fleet = disaggregated_fleet
     with working(fleet, step_ms=60) as workers:
         successors = workers.add(*[Role.PREFILL] * 4)  # a start takes seconds, a change of role does not
         leaver = workers.first[Role.DECODE]

@@ -42,7 +42,6 @@ from baton.messages import (
     FirstToken,
     Grant,
     Hello,
-    LinkReady,
     NewTokens,
     Offer,
     Ping,
@@ -52,6 +51,7 @@ from baton.messages import (
     SequenceSpec,
     StartCall,
     Ticket,
+    TransportReady,
     Welcome,
 )
 from baton.rpc import channel
@@ -183,7 +183,7 @@ async def started(redis_url: str) -> AsyncIterator[Cluster]:
         index=IndexConfig(redis_url=redis_url),
         transfer=TransferConfig(
             slot_bytes=4096, open_timeout_s=0.5, op_timeout_s=0.5, pull_timeout_s=0.5, ping_s=0.2, resend_s=0.2,
-            lease_s=1.0, links=("shm", "tcp"),
+            lease_s=1.0, transports=("shm", "tcp"),
         ),
     )  # fmt: skip
     calls = WorkerClient(keys_of(Principal.ROUTER))
@@ -397,7 +397,7 @@ async def answer(cluster: Cluster, kind: str, change: Change) -> Answer:
                 worker_id="hostile",
                 incarnation="h.1",
                 wire_compat=decode.wire_compat,
-                links=links,
+                transports=links,
                 layout=layout,
                 rank=0,
                 peer_rank=0,
@@ -415,7 +415,7 @@ async def answer(cluster: Cluster, kind: str, change: Change) -> Answer:
             sent = [hello, Ping(), offer, Commit(*ids, 5), Abort(*ids, "no")]
             return await session(decode, sent, change)
         assert kind == "receive"
-        said = [Welcome(ticket.incarnation, "shm", 1), LinkReady(), Ping(), Grant(*ids)]
+        said = [Welcome(ticket.incarnation, "shm", 1), TransportReady(), Ping(), Grant(*ids)]
         async with served(HostileReceiver(said, change)) as (address, _server):
             return await call(prefill, PrefillRequest(spec, replace(ticket, kv_address=address), None), lambda _: None)
 

@@ -289,7 +289,7 @@ def test_weights_of_8_bit_floats_are_refused_by_name_where_no_gpu_multiplies_the
         ("auto", "needs an NVIDIA GPU with compute capability 8.9 or more, and this model is on a CPU"),
         ("transformers", "this model is on a CPU; set it to exact"),
         ("native", "model.weights is fp8, which the native step does not support"),
-        ("arithmetic", "model.weights=fp8 needs transformers on a GPU: engine.runner is arithmetic"),
+        ("arithmetic", "model.weights fp8 needs transformers on a GPU: engine.runner is arithmetic"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             make_runner(model, replace(ENGINE, runner=runner), cache)

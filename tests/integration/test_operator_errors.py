@@ -85,7 +85,7 @@ def test_what_this_machine_or_the_model_cannot_do(settings: dict[str, str], sent
 def test_an_address_where_no_ray_answers() -> None:
     nobody = ("up", "--ray-address", "127.0.0.1:1")
     refused_at_once(baton(*nobody, BATON_CLUSTER_SECRET=secret_file()), "no Ray answers at 127.0.0.1:1")
-    refused_at_once(baton(*nobody), "workers in a Ray cluster that runs already need the cluster's secret")
+    refused_at_once(baton(*nobody), "workers in an existing Ray cluster need the cluster's secret")
 
 
 def test_a_router_for_others_without_a_secret() -> None:

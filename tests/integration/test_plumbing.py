@@ -580,7 +580,14 @@ def test_metrics_and_status_tell_of_every_workers_transfers() -> None:
     with running_fleet(TransferConfig(), RouterConfig(mode="disaggregated")) as fleet:
         cluster = fleet.fill(*Role)
         answer = cluster.generate(token_ids=prompt_of(75, 160), sampling=sampling(8))
-        shown = {"open_pairs": 1, "slots_in_use": 0, "unsent_bytes": 0, "committed": 1, "failed": 0, "pulled_tokens": 0}
+        shown = {
+            "open_connections": 1,
+            "slots_in_use": 0,
+            "unsent_bytes": 0,
+            "committed": 1,
+            "failed": 0,
+            "pulled_tokens": 0,
+        }
         cluster.wait_for(lambda s: [w["transfers"] for w in s["workers"]] == [shown, shown])
         num_bytes = 160 * 2 * 2 * 8  # K and V of two layers, 8 bytes each
         for role, way, other_way in (("prefill", "sent", "received"), ("decode", "received", "sent")):
@@ -601,7 +608,7 @@ def test_metrics_and_status_tell_of_every_workers_transfers() -> None:
             else:
                 assert exposed_s == 0
             assert (counted("transfer_time_seconds_total") > 0) == (way == "sent"), "the sender counts seconds"
-            assert counted("open_pairs") == 1
+            assert counted("open_connections") == 1
             assert counted("unsent_bytes") == counted("staging_slots_in_use") == 0, "idle"
 
 

@@ -59,7 +59,7 @@ def become_next() -> None:
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     with running_fleet(
-        TransferConfig(links=("tcp",)), RouterConfig(mode="disaggregated", slo_classes=PATIENT), num_routers=2
+        TransferConfig(transports=("tcp",)), RouterConfig(mode="disaggregated", slo_classes=PATIENT), num_routers=2
     ) as fleet:
         yield fleet
 

@@ -219,7 +219,7 @@ def test_a_tenant_learns_nothing_of_the_cluster_or_of_another(cluster: Served) -
     assert json.loads(told.stdout)[0]["tenant"] == "alone", told.stderr
     key = {"BATON_ADDRESS": cluster.grpc, "BATON_API_KEY": KEYS["team"]}
     for words in (command, ("status",), ("scale", "decode", "2"), ("autoscale", "--dry-run", "--seconds", "1")):
-        refused(baton(*words, **key), "takes an operator's API key")
+        refused(baton(*words, **key), "use an operator's API key")
     for path, expected in (("/api/metrics", 403), ("/metrics", 404)):
         status, answer, _ = ask_http(cluster, path, None, x_api_key=KEYS["team"])
         assert (status, set(answer)) == (expected, {"error"})

@@ -214,7 +214,7 @@ def has_a_pair_for_each_two_ranks(status: dict[str, Any]) -> bool:
     """Of the only prefill worker, which has one rank, and each decode worker of two that it has transferred to."""
     pairs: dict[str, list[int]] = {role: [] for role in Role}
     for worker in status["workers"]:
-        pairs[worker["role"]].append(worker["transfers"]["open_pairs"])
+        pairs[worker["role"]].append(worker["transfers"]["open_connections"])
     of_decode = pairs[Role.DECODE]
     return sum(pairs[Role.PREFILL]) == sum(of_decode) > 0 and set(of_decode) <= {0, 2}
 

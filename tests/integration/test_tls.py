@@ -52,7 +52,7 @@ def fleet(authority: Authority, client_files: CertificateFiles) -> Iterator[Flee
     tenants.write_text(OPERATOR_ENTRY + 'archive: {certificates: ["DNS:archive.example"]}\n')
     members = ClusterConfig(**cluster_settings(authority.sign("member")))
     router = RouterConfig(mode="disaggregated", tenants_file=str(tenants), tls_client_certificates="required")
-    with running_fleet(TransferConfig(links=("tcp",)), router, cluster=members, step_ms=1.0) as fleet:
+    with running_fleet(TransferConfig(transports=("tcp",)), router, cluster=members, step_ms=1.0) as fleet:
         fleet.fill(*Role)
         yield fleet
 

@@ -193,7 +193,7 @@ REFUSED = [
     ({"tools": [TOOLS[0], {**TOOLS[0], "function": {**TOOLS[0]["function"], "description": "x"}}]},
      "two tools have the name"),
     ({"tools": [{"type": "function", "function": {"name": "a", "how": 1}}]}, "how"),
-    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "another type"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "has a wrong type"),
     ({"tools": [{"type": "function", "function": {"name": f"t{i}"}} for i in range(129)]}, "at most 128"),
     ({"tools": [{"type": "function", "function": {"name": "a", "description": "x" * 2**18}}]}, "shorten them"),
     ({"tools": [7]}, "must be an object"),

@@ -204,7 +204,7 @@ async def kill_sender(step: str, prefill: Child, decode: Decode) -> float:
 
 def report(who: str, config: TransferConfig, took_s: dict[str, float]) -> None:
     figures = ", ".join(f"{step} {1e3 * s:.0f}" for step, s in took_s.items())
-    print(f"\n{who} killed, {config.links[0]}: blocks back after ms: {figures}")
+    print(f"\n{who} killed, {config.transports[0]}: blocks back after ms: {figures}")
     assert statistics.median(took_s.values()) <= USUALLY_S, took_s
     assert max(took_s.values()) <= AT_WORST_S, took_s
 

@@ -170,10 +170,12 @@ MEANS = Section(
     (
         Panel(
             title="Open connections",
-            description="Open connections of a worker to others, one per pair of ranks. At transfer.max_pairs "
+            description="Open connections of a worker to others, one per pair of ranks. At transfer.max_connections "
             "connections are opened and closed all the time.",
             unit="short",
-            queries={"{{worker}} ({{role}})": f"max by (worker, role) (baton_kv_open_pairs{{$cluster, {OF_WORKER}}})"},
+            queries={
+                "{{worker}} ({{role}})": f"max by (worker, role) (baton_kv_open_connections{{$cluster, {OF_WORKER}}})"
+            },
             width=8,
         ),
         Panel(
@@ -182,8 +184,8 @@ MEANS = Section(
             "that the fast transport could not be opened.",
             unit="short",
             queries={
-                "{{link}} {{transport}}": f"sum by (link, transport) (max by (worker, link, transport) "
-                f"(baton_kv_pairs{{$cluster, {OF_WORKER}}}))"
+                "{{transport}} {{carrier}}": f"sum by (transport, carrier) (max by (worker, transport, carrier) "
+                f"(baton_kv_connections{{$cluster, {OF_WORKER}}}))"
             },
             width=8,
         ),

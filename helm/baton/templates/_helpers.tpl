@@ -235,10 +235,10 @@ karpenter.sh/do-not-disrupt: "true"
 {{- fail "redis.tls is true, which needs tls.issuer.name or tls.existingSecret" }}
 {{- end }}
 {{- $isEncrypted := or (include "baton.tlsSecretName" $) (dig "cluster" "tls_certificate" "" $values.config) }}
-{{- if and $isEncrypted (not (has "nccl" (dig "transfer" "plain_links" list $values.config))) }}
+{{- if and $isEncrypted (not (has "nccl" (dig "transfer" "plaintext_transports" list $values.config))) }}
 {{- range $role := list "prefill" "decode" }}
 {{- if (include "baton.pool" (list $role $) | fromYaml).rdma.enabled }}
-{{- fail (printf "the %s pool has RDMA devices, but KV would go over TCP: members have certificates, and NCCL cannot encrypt. Where nobody else is on the network between the GPUs, set config.transfer.plain_links=[nccl]; else set worker.rdma.enabled=false" $role) }}
+{{- fail (printf "the %s pool has RDMA devices, but KV would go over TCP: members have certificates, and NCCL cannot encrypt. Where nobody else is on the network between the GPUs, set config.transfer.plaintext_transports=[nccl]; else set worker.rdma.enabled=false" $role) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -23,11 +23,11 @@ from baton.messages import (
     FromReceiver,
     FromSender,
     Hello,
-    LinkReady,
     Offer,
     Ping,
     Rendezvous,
     SessionFailed,
+    TransportReady,
     Welcome,
 )
 from baton.tasks import cancel_and_wait
@@ -197,7 +197,7 @@ class IncomingConnection:
     def _on_transport(self, error: TransferError | None) -> None:
         if error is None:
             self.is_open = True
-            self._stream.send(LinkReady())
+            self._stream.send(TransportReady())
             return
         if isinstance(error, TransferCorrupted):
             logger.warning("closing the corrupted transport from worker %s: %s", self._peer_id, error)

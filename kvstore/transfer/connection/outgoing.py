@@ -25,13 +25,13 @@ from baton.messages import (
     FromSender,
     Grant,
     Hello,
-    LinkReady,
     Nack,
     Offer,
     Ping,
     Rendezvous,
     SessionFailed,
     Ticket,
+    TransportReady,
     Welcome,
 )
 from baton.tasks import cancel_and_wait
@@ -325,7 +325,7 @@ class OutgoingConnection:
                 )
             case AbortAck():
                 self._machine.apply(lambda state: state.on_abort_ack(message.transfer_id, message.generation))
-            case LinkReady():
+            case TransportReady():
                 self._side_opened()
             case Ping():
                 pass
@@ -348,16 +348,16 @@ class OutgoingConnection:
                 f"the ticket is from incarnation {peer.incarnation} of worker {peer.worker_id}, "
                 f"and {welcome.incarnation} answers at its address"
             )
-        if welcome.link not in self._hello.links:
-            chosen, offered = f"a {welcome.link!r} transport", ", ".join(self._hello.links)
+        if welcome.transport not in self._hello.transports:
+            chosen, offered = f"a {welcome.transport!r} transport", ", ".join(self._hello.transports)
             raise TransferRefused(f"worker {peer.worker_id} chose {chosen}, this worker offered {offered}")
-        self.transport_kind = welcome.link
+        self.transport_kind = welcome.transport
         spoiler = FaultInjector(self._local.faults, self._local.gpu) if self._local.faults.on_payload else None
         heartbeat_s = self._config.op_timeout_s / 4
         self._send_loop = SendLoop(welcome.pair_epoch, self._machine, heartbeat_s, spoiler)
         self._thread = TransportThread(
             f"kv-send-{peer.worker_id}",
-            partial(self._open_transport, welcome.link),
+            partial(self._open_transport, welcome.transport),
             self._send_loop,
             self._local.device,
         )

@@ -102,7 +102,7 @@ class ConnectionPool:
             for device in worker.devices
         )
         self._config = config
-        self._max_connections = config.max_pairs or num_connections_kept(hello.links, len(self._ranks))
+        self._max_connections = config.max_connections or num_connections_kept(hello.transports, len(self._ranks))
         self._routes: dict[tuple[int, Peer], _Route] = {}
         self._replaced: set[OutgoingConnection] = set()
         """Connections that end once no transfer is on them."""
@@ -168,7 +168,7 @@ class ConnectionPool:
     @property
     def opens_slowly(self) -> bool:
         """True if connections of this sender may take seconds to reach their best kind."""
-        return bool(quick_and_slow(self._hello.links)[1])
+        return bool(quick_and_slow(self._hello.transports)[1])
 
     def lacks(self, rank: int, peer: Peer) -> bool:
         """Return whether a connection with a peer, or a better one, may be opened before a transfer needs it."""
@@ -193,7 +193,7 @@ class ConnectionPool:
         """Return the kind of a peer's open connection; if there is none, one like all possible kinds, or ""."""
         route = self._routes.get((rank, peer))
         connection = route.connection if route is not None and not route.is_over else None
-        return connection.transport_kind if connection is not None else like_all(self._hello.links)
+        return connection.transport_kind if connection is not None else like_all(self._hello.transports)
 
     def make_room(self) -> None:
         """Close the replaced connections that are idle, and the longest idle ones if there are too many."""
@@ -228,19 +228,19 @@ class ConnectionPool:
         return route
 
     def _new_route(self, rank: int, peer: Peer) -> _Route:
-        quick, slow = quick_and_slow(self._hello.links)
+        quick, slow = quick_and_slow(self._hello.transports)
         route = _Route(asyncio.get_running_loop().create_future(), missed=slow if quick else ())
         route.opening = asyncio.create_task(self._open(rank, peer, quick or slow, route))
         route.opening.add_done_callback(lambda opening: opening.cancelled() or opening.exception())
         return route
 
-    async def _open(self, rank: int, peer: Peer, links: tuple[str, ...], route: _Route) -> OutgoingConnection:
+    async def _open(self, rank: int, peer: Peer, transports: tuple[str, ...], route: _Route) -> OutgoingConnection:
         """Open a connection over the best of these kinds that works between the two sides."""
         while True:
             local = self._ranks[rank]
             gpu_id, gpu_uuid = gpu_names(local.device)
             hello = dataclasses.replace(
-                self._hello, links=links, gpu_id=gpu_id, gpu_uuid=gpu_uuid, rank=rank, peer_rank=peer.rank
+                self._hello, transports=transports, gpu_id=gpu_id, gpu_uuid=gpu_uuid, rank=rank, peer_rank=peer.rank
             )
             connection = OutgoingConnection(peer, hello, self._config, local, self._tls)
             self._alive.add(connection)
@@ -251,19 +251,19 @@ class ConnectionPool:
                 raise
             except TransferError as error:
                 failed = connection.transport_kind
-                links = tuple(kind for kind in links if kind != failed)
+                transports = tuple(kind for kind in transports if kind != failed)
                 if self._closing or not failed:
                     raise
                 self.num_failed_openings += 1
-                if not links:
+                if not transports:
                     raise
                 route.missed = (*route.missed, failed)
                 route.pauses.put_off(time.monotonic())
                 logger.warning(
-                    "no %s transport to worker %s, trying %s: %s", failed, peer.worker_id, ", ".join(links), error
+                    "no %s transport to worker %s, trying %s: %s", failed, peer.worker_id, ", ".join(transports), error
                 )
             else:
-                rank_of = self._hello.links.index
+                rank_of = self._hello.transports.index
                 best = rank_of(connection.transport_kind)
                 route.missed = tuple(kind for kind in route.missed if rank_of(kind) < best)
                 return connection

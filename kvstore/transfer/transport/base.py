@@ -154,7 +154,7 @@ class Nearness:
     """The receiver may be able to read the sender's GPU."""
     must_be_sealed: bool = False
     """Traffic that leaves a host must be encrypted."""
-    plain_links: tuple[str, ...] = ()
+    plaintext_transports: tuple[str, ...] = ()
     """Kinds that both sides exempt from encryption."""
 
 

@@ -57,7 +57,9 @@ def usable_transports(devices: Sequence[torch.device], wanted: tuple[str, ...]) 
     """
     usable = tuple(kind for kind in wanted if KINDS[kind].is_usable(devices))
     if not usable:
-        raise ConfigError(f"none of transfer.links ({', '.join(wanted)}) works for a KV cache on {devices[0]}; add tcp")
+        raise ConfigError(
+            f"none of transfer.transports ({', '.join(wanted)}) works for a KV cache on {devices[0]}; add tcp"
+        )
     return usable
 
 
@@ -72,15 +74,15 @@ def must_not_be_plain(offered: Sequence[str], usable: Sequence[str], near: Nearn
     if near.is_same_host or not near.must_be_sealed:
         return ()
     both = (kind for kind in offered if kind in usable and KINDS[kind].fits(near))
-    return tuple(kind for kind in both if KINDS[kind].is_plain and kind not in near.plain_links)
+    return tuple(kind for kind in both if KINDS[kind].is_plain and kind not in near.plaintext_transports)
 
 
-def nearness(hello: Hello, device: torch.device, *, is_sealed: bool, plain_links: Sequence[str]) -> Nearness:
+def nearness(hello: Hello, device: torch.device, *, is_sealed: bool, plaintext_transports: Sequence[str]) -> Nearness:
     """Compare a sender's description of itself with this process and the device of a cache in it.
 
     Args:
         is_sealed: whether this side has certificates.
-        plain_links: kinds that this side exempts from encryption.
+        plaintext_transports: kinds that this side exempts from encryption.
     """
     gpu = gpu_of(device)
     is_same_gpu = gpu is not None and hello.gpu_id != "" and hello.gpu_id == gpu.id
@@ -88,7 +90,7 @@ def nearness(hello: Hello, device: torch.device, *, is_sealed: bool, plain_links
     return Nearness(
         is_same_host=hello.host_id == host_id(),
         must_be_sealed=is_sealed,
-        plain_links=tuple(kind for kind in plain_links if kind in hello.plain_links),
+        plaintext_transports=tuple(kind for kind in plaintext_transports if kind in hello.plaintext_transports),
         is_same_gpu=is_same_gpu,
         may_read_gpu=gpu is not None
         and hello.gpu_uuid != ""

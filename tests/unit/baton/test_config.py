@@ -82,7 +82,7 @@ def another(name: str, value: Any) -> Any:
             }
             return (other | {"off": "optional"}).get(value, value + "x")
         case tuple():
-            return ("nccl",) if name == "plain_links" else ("tcp",)
+            return ("nccl",) if name == "plaintext_transports" else ("tcp",)
         case dict():
             return {key: dataclasses.replace(item, ttft_ms=item.ttft_ms + 16) for key, item in value.items()}
         case _:
@@ -92,10 +92,10 @@ def another(name: str, value: Any) -> Any:
 def test_transfers_take_of_a_gpu_what_their_links_need() -> None:
     mib = 2**20
     assert TransferConfig().gpu_bytes(1) == (2 * 16 * 32 + 1024 + 32 * 42) * mib
-    assert TransferConfig(max_pairs=2, num_slots=4).gpu_bytes(1) == (2 * 4 * 32 + 1024 + 2 * 42) * mib
+    assert TransferConfig(max_connections=2, num_slots=4).gpu_bytes(1) == (2 * 4 * 32 + 1024 + 2 * 42) * mib
     assert TransferConfig().gpu_bytes(2) == (2 * 16 * 32 + 1024) * mib, "several ranks have no nccl"
-    assert TransferConfig(links=("nccl", "tcp")).gpu_bytes(1) == (2 * 16 * 32 + 32 * 42) * mib
-    assert TransferConfig(links=("shm", "tcp")).gpu_bytes(1) == 0
+    assert TransferConfig(transports=("nccl", "tcp")).gpu_bytes(1) == (2 * 16 * 32 + 32 * 42) * mib
+    assert TransferConfig(transports=("shm", "tcp")).gpu_bytes(1) == 0
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_transfers_take_of_a_gpu_what_their_links_need() -> None:
         ({"pull_timeout_s": float("nan")}, "pull_timeout_s must be more than 0"),
         ({"op_timeout_s": 1.5}, r"ping_s \(2.0\) must not exceed transfer.op_timeout_s"),
         ({"lease_s": 1}, "must not exceed transfer.lease_s"),
-        ({"max_pairs": -3}, "max_pairs must be 0"),
+        ({"max_connections": -3}, "max_connections must be 0"),
         ({"slot_bytes": 2**26}, r"gpu_slot_bytes \(33554432\) must not be less than transfer.slot_bytes"),
-        ({"links": ()}, "links must name at least one"),
-        ({"links": ("shm", "udp")}, "udp"),
+        ({"transports": ()}, "links must name at least one"),
+        ({"transports": ("shm", "udp")}, "udp"),
     ],
 )
 def test_transfer_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -139,7 +139,7 @@ def test_what_is_auto_depends_on_the_device_and_what_is_set_does_not(
 
 
 def test_items_of_a_list_may_have_spaces_around_them() -> None:
-    assert load(environ={"BATON_TRANSFER_LINKS": "shm, tcp"}).transfer.links == ("shm", "tcp")
+    assert load(environ={"BATON_TRANSFER_TRANSPORTS": "shm, tcp"}).transfer.transports == ("shm", "tcp")
 
 
 def test_nothing_given_gives_the_defaults() -> None:
@@ -168,8 +168,8 @@ def test_every_setting_can_come_from_the_environment_and_from_a_file(section: st
 def test_a_child_is_told_what_differs_from_the_defaults() -> None:
     """One of the release before refuses a setting that it does not know."""
     assert json.loads(Config().to_json()) == {}
-    config = Config(engine=EngineConfig(block_size=32), transfer=TransferConfig(links=("tcp",)))
-    assert json.loads(config.to_json()) == {"engine": {"block_size": 32}, "transfer": {"links": ["tcp"]}}
+    config = Config(engine=EngineConfig(block_size=32), transfer=TransferConfig(transports=("tcp",)))
+    assert json.loads(config.to_json()) == {"engine": {"block_size": 32}, "transfer": {"transports": ["tcp"]}}
     assert Config.from_json(config.to_json()) == config
 
 
@@ -242,7 +242,7 @@ def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str
         ("index: {redis_url: [1]}", r"index.redis_url must be of type str, got '\*\*\*'"),
         ("model: {id: [a, b]}", r"model.id must be of type str, got \['a', 'b'\]"),
         ("model: {id: }", "model.id must be of type str, got None"),
-        ("transfer: {links: 5}", "transfer.links must be a list, got 5"),
+        ("transfer: {links: 5}", "transfer.transports must be a list, got 5"),
         ("transfer: {checksum: Full}", "transfer.checksum must be one of full, off; got 'Full'"),
         ("router: {mode: both}", "router.mode must be one of auto, disaggregated, aggregated; got 'both'"),
         ("engine: {runner: vllm}", "engine.runner must be one of auto, native, transformers, arithmetic; got 'vllm'"),
@@ -398,12 +398,12 @@ def test_empty_files_and_sections_change_nothing(text: str, tmp_path: Path) -> N
 
 
 def test_numbers_and_switches_as_yaml_reads_them(tmp_path: Path) -> None:
-    text = "engine: {kv_cache_gib: 3, num_blocks: 1000.0}\nmodel: {id: 7}\ntransfer: {checksum: off, links: [tcp]}"
+    text = "engine: {kv_cache_gib: 3, num_blocks: 1000.0}\nmodel: {id: 7}\ntransfer: {checksum: off, transports: [tcp]}"
     config = from_yaml(tmp_path, text)
     assert config.engine.kv_cache_gib == 3.0
     assert isinstance(config.engine.kv_cache_gib, float)
     assert (config.engine.num_blocks, config.model.id) == (1000, "7")
-    assert (config.transfer.checksum, config.transfer.links) == ("off", ("tcp",))
+    assert (config.transfer.checksum, config.transfer.transports) == ("off", ("tcp",))
 
 
 def test_constructing_a_section_validates_it_too() -> None:
@@ -419,7 +419,7 @@ def test_constructing_a_section_validates_it_too() -> None:
 
 
 def test_a_child_takes_its_parents_configuration_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    parent = load(environ={"BATON_ENGINE_NUM_BLOCKS": "99", "BATON_TRANSFER_LINKS": "tcp"})
+    parent = load(environ={"BATON_ENGINE_NUM_BLOCKS": "99", "BATON_TRANSFER_TRANSPORTS": "tcp"})
     monkeypatch.setenv("BATON_CONFIG_JSON", parent.to_json())
     monkeypatch.setenv("BATON_ENGINE_NUM_BLOCKS", "5")
     assert process_config() == parent

@@ -188,7 +188,7 @@ FRAMES = {
     "hello": _to_receiver(
         m.Hello(
             protocol_version=4, worker_id="prefill-1", incarnation="ff00", wire_compat="5e" * 16,
-            links=("shm", "tcp"), layout=LAYOUT, rank=1, peer_rank=0, host_id="host",
+            transports=("shm", "tcp"), layout=LAYOUT, rank=1, peer_rank=0, host_id="host",
         )
     ),
     "rendezvous": _to_receiver(m.Rendezvous("tcp", b"\0\xff 10.0.0.1 7")),
@@ -204,7 +204,7 @@ FRAMES = {
     "ping of the sender": _to_receiver(m.Ping()),
     "welcome": _to_sender(m.Welcome("00ff", "tcp", 3)),
     "rendezvous of the receiver": _to_sender(m.Rendezvous("tcp/joined", b"")),
-    "link ready": _to_sender(m.LinkReady()),
+    "link ready": _to_sender(m.TransportReady()),
     "grant": _to_sender(m.Grant(*IDS)),
     "commit ack": _to_sender(m.CommitAck(*IDS)),
     "nack": _to_sender(m.Nack(*IDS, "TransferRefused: the two sides do not fit")),

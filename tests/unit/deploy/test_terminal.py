@@ -173,7 +173,7 @@ def test_a_conversation_on_a_terminal() -> None:
 SUMMARY = dataclasses.replace(TIMELINE.summary, blamed_stage="")
 REPORT = {
     **STATUS,
-    "workers": [{**WORKER, "engine": "x", "sampler": "y", "self_check": "no", "links": []}],
+    "workers": [{**WORKER, "engine": "x", "sampler": "y", "self_check": "no", "connections": []}],
     "routers": [{"id": "r", "pid": 1, "grpc": "h:1", "http": "h:2"}],
     "controller": {"pid": 1, "address": "h:3"},
     "redis": {"address": "h:4", "ok": True, "garbage": [{"what": "a lease", "times": 1, "latest": "x"}]},

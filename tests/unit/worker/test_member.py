@@ -30,7 +30,7 @@ pytestmark = pytest.mark.asyncio
 
 
 async def test_the_handlers_take_no_new_work_while_the_worker_drains() -> None:
-    config = Config(transfer=TransferConfig(links=("tcp",)))
+    config = Config(transfer=TransferConfig(transports=("tcp",)))
     member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
     try:
         member.context.require_staying()
@@ -46,7 +46,7 @@ async def test_the_handlers_take_no_new_work_while_the_worker_drains() -> None:
 async def test_workers_share_no_kv_unless_they_compute_the_same() -> None:
     async def identities(model: ModelConfig, *, batch_invariant: bool = False) -> tuple[str, str]:
         engine = EngineConfig(batch_invariant=batch_invariant)
-        config = Config(model=model, engine=engine, transfer=TransferConfig(links=("tcp",)))
+        config = Config(model=model, engine=engine, transfer=TransferConfig(transports=("tcp",)))
         member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
         await member.kv.close()
         return member.content_id, member.wire_compat
@@ -67,7 +67,7 @@ async def test_a_device_that_is_lost_in_a_transfer_alone_ends_the_worker(monkeyp
         Role.DECODE,
         "decode-0",
         "127.0.0.1",
-        Config(transfer=TransferConfig(links=("tcp",))),
+        Config(transfer=TransferConfig(transports=("tcp",))),
         ArithmeticRunner(8, 16),
     )
 
@@ -97,7 +97,7 @@ async def test_a_device_that_is_lost_in_a_transfer_alone_ends_the_worker(monkeyp
 async def test_what_copies_kv_is_chosen_before_a_worker_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = dict[torch.device, Any]()
     monkeypatch.setattr("kvstore.transfer.copy.kernel_choice.CHOSEN", chosen)
-    config = Config(transfer=TransferConfig(links=("tcp",)))
+    config = Config(transfer=TransferConfig(transports=("tcp",)))
     member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
     try:
         assert member.state is WorkerState.STARTING
@@ -108,7 +108,7 @@ async def test_what_copies_kv_is_chosen_before_a_worker_is_ready(monkeypatch: py
 
 async def test_a_worker_says_what_copies_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = ArithmeticRunner(8, 16)
-    config = Config(transfer=TransferConfig(links=("tcp",)), engine=EngineConfig(plan_ahead=True))
+    config = Config(transfer=TransferConfig(transports=("tcp",)), engine=EngineConfig(plan_ahead=True))
     member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, runner)
     member._info = worker_info("decode-0", Role.DECODE)
     cpu, gpu, chosen = torch.device("cpu"), torch.device("cuda", 0), dict[torch.device, Any]()
@@ -132,7 +132,7 @@ async def test_a_worker_says_what_copies_its_kv(monkeypatch: pytest.MonkeyPatch)
 async def test_connections_are_opened_ahead_by_prefill_workers_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the view of the cluster as it is at each opening, and in no role or state but these."""
     monkeypatch.setattr("worker.member.LOOK_AROUND_S", 0.01)
-    config = Config(transfer=TransferConfig(links=("tcp",)))
+    config = Config(transfer=TransferConfig(transports=("tcp",)))
     member = Member(Role.PREFILL, "prefill-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
     member._info = worker_info("prefill-0", Role.PREFILL)
     leases, views = MemoryLeases(MemoryStore()), asyncio.Queue[list[str]]()

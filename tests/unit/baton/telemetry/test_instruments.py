@@ -14,7 +14,7 @@ from baton.cluster import (
     CertificateTerm,
     Computes,
     ControllerInfo,
-    OpenLinks,
+    OpenConnections,
     PoolScaling,
     PoolTrouble,
     Role,
@@ -34,12 +34,12 @@ from tests.support.builders import cluster_status, worker, worker_info
 
 COUNTS = TransferCounts(**{field.name: i for i, field in enumerate(dataclasses.fields(TransferCounts), 1)})
 """Every field has a value of its own."""
-LINKS = (OpenLinks("nccl", "NET/IB", 3), OpenLinks("tcp", "", 2))
+LINKS = (OpenConnections("nccl", "NET/IB", 3), OpenConnections("tcp", "", 2))
 
 
 def exposed() -> dict[str, dict[str, float]]:
     """By metric and labels, of one worker whose labels are left out."""
-    told = worker("d0", load=WorkerLoad(state=WorkerState.READY, transfers=COUNTS, links=LINKS))
+    told = worker("d0", load=WorkerLoad(state=WorkerState.READY, transfers=COUNTS, connections=LINKS))
     instruments = Instruments(lambda: cluster_status(told, mirrored_blocks={"d0": 77}))
     lines = instruments.exposition().decode().splitlines()
     found: dict[str, dict[str, float]] = {}
@@ -81,8 +81,8 @@ def test_an_instrument_means_one_thing() -> None:
         "baton_kv_failed_openings_total": {"": c.failed_openings},
         "baton_kv_pulled_tokens_total": {"": c.pulled_tokens},
         "baton_kv_pull_failures_total": {"": c.failed_pulls},
-        "baton_kv_open_pairs": {"": c.open_pairs},
-        "baton_kv_pairs": {"link=nccl,transport=NET/IB": 3, "link=tcp,transport=": 2},
+        "baton_kv_open_connections": {"": c.open_connections},
+        "baton_kv_connections": {"transport=nccl,carrier=NET/IB": 3, "transport=tcp,carrier=": 2},
         "baton_kv_staging_slots_in_use": {"": c.slots_in_use},
         "baton_kv_unsent_bytes": {"": c.unsent_bytes},
         "baton_mirror_blocks": {"": 77},

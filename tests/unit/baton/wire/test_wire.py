@@ -19,7 +19,7 @@ from baton.cluster import (
     ClusterStatus,
     Computes,
     ControllerInfo,
-    OpenLinks,
+    OpenConnections,
     PoolScaling,
     PoolStatus,
     Role,
@@ -644,8 +644,8 @@ def status(num_workers: int) -> ClusterStatus:
         computes=Computes(gpu="NVIDIA H200", dtype="bfloat16", attention="torch", fallbacks=("slow: since",)),
     )
     transfers = TransferCounts(
-        sent_committed=2, received_committed=3, received_failed=1, pulled_tokens=2**40, open_pairs=4, slots_in_use=5,
-        unsent_bytes=2**33,
+        sent_committed=2, received_committed=3, received_failed=1, pulled_tokens=2**40, open_connections=4,
+        slots_in_use=5, unsent_bytes=2**33,
     )  # fmt: skip
     costs = StepCosts(
         s_overhead=0.5, s_per_token=0.25, s_per_pair=0.0, s_weights=2.0, s_per_sequence=3.0, s_per_kv_token=4.0
@@ -662,7 +662,7 @@ def status(num_workers: int) -> ClusterStatus:
         costs=costs,
         busy_s=0.5,
         computed_tokens=2**33,
-        links=(OpenLinks("nccl", "P2P", 2),),
+        connections=(OpenConnections("nccl", "P2P", 2),),
     )
     return ClusterStatus(
         pools={"decode": PoolStatus(2, 1), "prefill": PoolStatus(0, 0)},
@@ -708,7 +708,7 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                 "blocks": {"total": 10, "free": 4, "cached": 5, "in_use": 1},
                 "self_check": "ok",
                 "transfers": {
-                    "open_pairs": 4,
+                    "open_connections": 4,
                     "slots_in_use": 5,
                     "unsent_bytes": 2**33,
                     "committed": 5,
@@ -748,7 +748,7 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                     "kv_copies": "",
                     "fallbacks": ["slow: since"],
                 },
-                "links": [{"link": "nccl", "transport": "P2P", "open_pairs": 2}],
+                "connections": [{"transport": "nccl", "carrier": "P2P", "open_connections": 2}],
             }
         ],
         "routers": [

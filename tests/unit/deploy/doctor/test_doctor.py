@@ -115,7 +115,7 @@ def test_nccl_finds_a_network_by_its_own_rules(setting: str, up: list[str], stat
 
 def test_nccl_between_machines_needs_a_trusted_network_beside_certificates() -> None:
     def look(certificate: str, *plain: str, links: tuple[str, ...] = ("nccl", "tcp")) -> list[Check]:
-        transfer = TransferConfig(links=links, plain_links=plain)
+        transfer = TransferConfig(transports=links, plaintext_transports=plain)
         return list(
             transports.nccl_beside_tls(Config(cluster=ClusterConfig(tls_certificate=certificate), transfer=transfer))
         )
@@ -124,7 +124,7 @@ def test_nccl_between_machines_needs_a_trusted_network_beside_certificates() -> 
     (check,) = look("tls.crt")
     assert check.state == "warn"
     assert "uses tcp, because nccl cannot encrypt and cluster.tls_certificate is set" in check.found
-    assert "transfer.plain_links" in check.fix
+    assert "transfer.plaintext_transports" in check.fix
     (check,) = look("tls.crt", "nccl")
     assert (check.state, check.fix) == ("ok", "")
 

@@ -128,7 +128,7 @@ def test_pools_on_gpus_are_checked_and_sized_there(tmp_path: Path, monkeypatch: 
     machine_with(monkeypatch, gpus_gib=[23.0, 24.0])
     assert preflight.with_kv_size(a_config(tmp_path)).engine.kv_cache_gib == "auto"
     tight = a_config(tmp_path, {"kv_cache_gib": 20.0})
-    preflight.with_kv_size(replace(tight, transfer=TransferConfig(links=("tcp",))))
+    preflight.with_kv_size(replace(tight, transfer=TransferConfig(transports=("tcp",))))
     with pytest.raises(ConfigError, match=r"1 KV pool of 20 GiB does not fit: .* of which 3\.3 for transfers"):
         preflight.with_kv_size(tight)
     with pytest.raises(ConfigError, match=r"1 KV pool of 22 GiB does not fit: 23\.0 GiB are free"):

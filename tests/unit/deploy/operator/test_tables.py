@@ -10,10 +10,10 @@ from rich.table import Table
 from baton.cluster import Computes
 from deploy.operator.tables import (
     computing_lines,
+    connection_lines,
     engine_lines,
     garbage_lines,
     in_order,
-    link_lines,
     transfer_table,
     worker_table,
 )
@@ -29,7 +29,7 @@ WORKER = {
     "self_check": "ok",
     "blocks": {"total": 5000, "free": 4000, "cached": 950, "in_use": 50},
     "transfers": {
-        "open_pairs": 4,
+        "open_connections": 4,
         "slots_in_use": 3,
         "unsent_bytes": 3 * 2**19,
         "committed": 12,
@@ -109,12 +109,12 @@ def test_what_workers_compute_with_is_listed_and_what_is_slow() -> None:
 
 def test_links_are_counted_by_kind() -> None:
     nccl, tcp = (
-        {"link": "nccl", "transport": "NET/IB", "open_pairs": 2},
-        {"link": "tcp", "transport": "", "open_pairs": 1},
+        {"transport": "nccl", "carrier": "NET/IB", "open_connections": 2},
+        {"transport": "tcp", "carrier": "", "open_connections": 1},
     )
-    workers = [WORKER | {"links": links} for links in ([nccl, tcp], [nccl], [])]
-    assert link_lines(workers) == ["links, by ends: 4 nccl by NET/IB, 1 tcp"]
-    assert link_lines(workers[2:]) == []
+    workers = [WORKER | {"connections": each} for each in ([nccl, tcp], [nccl], [])]
+    assert connection_lines(workers) == ["connections, by ends: 4 nccl by NET/IB, 1 tcp"]
+    assert connection_lines(workers[2:]) == []
 
 
 def test_workers_are_listed_by_engine_and_sampler() -> None:

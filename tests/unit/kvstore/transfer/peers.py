@@ -69,7 +69,7 @@ NUM_BLOCKS = 64
 
 
 def with_link(link: str, config: TransferConfig = CONFIG, **changes: Any) -> TransferConfig:
-    return dataclasses.replace(config, links=(link,), **changes)
+    return dataclasses.replace(config, transports=(link,), **changes)
 
 
 def tables_of(

@@ -273,7 +273,7 @@ class TransportLoop:
 async def test_not_one_wrong_byte_is_taken_for_right(link: str, case: str, injected: Injected) -> None:
     breaks = case in (*BREAKING, "link_flip", "everything") or (case == "link_truncate" and link == "tcp")
     config = TransferConfig(
-        slot_bytes=3072, window=4, num_slots=8, links=(link,),
+        slot_bytes=3072, window=4, num_slots=8, transports=(link,),
         # A busy machine may hold a thread up for seconds, which must not break a pair that no fault breaks.
         open_timeout_s=10.0, op_timeout_s=2.5 if breaks else 20.0, ping_s=0.15, resend_s=0.2, lease_s=30.0,
     )  # fmt: skip

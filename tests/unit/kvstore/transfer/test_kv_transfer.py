@@ -439,7 +439,7 @@ async def test_a_reservation_that_could_not_be_filled_is_refused() -> None:
 async def test_sides_that_do_not_fit_are_refused_in_words() -> None:
     config = with_link("tcp")
     settings: list[tuple[dict[str, Any], str]] = [
-        ({"links": ("shm",)}, "offers the transports tcp, worker d0 can use shm"),
+        ({"transports": ("shm",)}, "offers the transports tcp, worker d0 can use shm"),
         ({"slot_bytes": 2048}, "chunks of 4096 bytes do not fit the slots of 2048 bytes here"),
         ({"span_tokens": 16}, "spans of 16 tokens"),
         ({"checksum": "off"}, "checksum off"),
@@ -854,7 +854,7 @@ async def test_cancels_at_any_moment_leave_both_sides_whole(link: str) -> None:
 
 
 async def test_the_pair_that_was_idle_longest_makes_room(link: str) -> None:
-    config = with_link(link, max_pairs=2)
+    config = with_link(link, max_connections=2)
     async with contextlib.AsyncExitStack() as stack:
         decodes = [await stack.enter_async_context(decode_side(config, f"d{n}")) for n in range(4)]
         prefill = await stack.enter_async_context(prefill_side(config))
@@ -872,7 +872,7 @@ async def test_the_pair_that_was_idle_longest_makes_room(link: str) -> None:
 
 @pytest.mark.parametrize("lost", [">rendezvous", "<rendezvous"])
 async def test_where_the_best_link_cannot_be_made_the_next_one_is_used(lost: str) -> None:
-    config = dataclasses.replace(CONFIG, links=("shm", "tcp"), open_timeout_s=0.5)
+    config = dataclasses.replace(CONFIG, transports=("shm", "tcp"), open_timeout_s=0.5)
     async with sides(config) as (prefill, decode):
         await kv_transfer(prefill, decode, [4], [0])
         assert [pair.transport_kind for pair in prefill.sender._connections._alive] == ["shm"]
@@ -1033,14 +1033,14 @@ async def test_a_prefix_is_pulled_from_the_worker_that_has_it(link: str, ours: i
         got, gave = here.kv.counts(), there.kv.counts()
         assert (got.pulled_tokens, got.failed_pulls, got.committed, gave.committed) == (96, 0, 2, 2)
         assert got.received_bytes == gave.sent_bytes == 96 * 2 * 2 * 8
-        assert (got.open_pairs, gave.open_pairs, got.received_chunks) == (1, 1, gave.sent_chunks)
+        assert (got.open_connections, gave.open_connections, got.received_chunks) == (1, 1, gave.sent_chunks)
         assert min(gave.transfer_s, gave.exposed_s) > 0.0
         # And the other way, over a pair of its own.
         other = [token + 1 for token in PROMPT]
         await here.generate(make_spec(other))
         assert await there.kv.prefixes.fetch(make_spec(other), here.source(96), time.monotonic(), Context()) == 96
         assert await there.generate(make_spec(other)) == expected_tokens(other, 4)
-        assert here.kv.counts().open_pairs == there.kv.counts().open_pairs == 2
+        assert here.kv.counts().open_connections == there.kv.counts().open_connections == 2
 
 
 async def test_an_answer_says_how_much_was_pulled_for_it(link: str) -> None:

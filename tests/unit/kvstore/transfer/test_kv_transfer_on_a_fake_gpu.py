@@ -26,7 +26,7 @@ from tests.unit.kvstore.transfer.peers import (
     scattered,
 )
 
-LINKS = dataclasses.replace(CONFIG, links=("nccl", "tcp"))
+LINKS = dataclasses.replace(CONFIG, transports=("nccl", "tcp"))
 SOURCE, TARGET = scattered(10, 1), scattered(10, 2)
 
 
@@ -112,7 +112,7 @@ async def test_on_one_gpu_nccl_is_not_tried(knobs: Knobs) -> None:
             await until(lambda: route.pauses.pause_s == LONGEST_PAUSE_S, SOON_S)
             assert good_kinds(prefill) == ["tcp"]
             assert not knobs.groups
-        config = dataclasses.replace(LINKS, links=("nccl",))
+        config = dataclasses.replace(LINKS, transports=("nccl",))
         async with (
             decode_side(LINKS, caches=[on_gpu(KVCache(SPEC, NUM_BLOCKS, 8), there)]) as decode,
             prefill_side(config, caches=[on_gpu(filled_cache(1), here)]) as prefill,

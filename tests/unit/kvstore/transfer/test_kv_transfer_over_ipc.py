@@ -32,7 +32,7 @@ from tests.unit.kvstore.transfer.peers import (
     tables_of,
 )
 
-LINKS = dataclasses.replace(CONFIG, links=("ipc", "nccl", "tcp"), window=4, gpu_slot_bytes=16384)
+LINKS = dataclasses.replace(CONFIG, transports=("ipc", "nccl", "tcp"), window=4, gpu_slot_bytes=16384)
 SOURCE, TARGET = scattered(10, 1), scattered(10, 2)
 
 
@@ -84,7 +84,7 @@ async def test_on_one_host_kv_goes_over_ipc(same: bool, knobs: Knobs) -> None:
 
 
 async def test_a_first_transfer_has_large_chunks_where_every_kind_has(knobs: Knobs) -> None:
-    config = dataclasses.replace(LINKS, links=("ipc", "nccl"))
+    config = dataclasses.replace(LINKS, transports=("ipc", "nccl"))
     with fake_gpus(2) as (here, there):
         async with (
             decode_side(config, caches=[empty(there)]) as decode,
@@ -116,7 +116,7 @@ async def test_a_gpu_that_cannot_be_read_after_all_costs_no_transfer_and_is_trie
     knobs: Knobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.transfer.connection.pauses.FIRST_PAUSE_S", 0.05)
-    config = dataclasses.replace(LINKS, links=("ipc", "tcp"))
+    config = dataclasses.replace(LINKS, transports=("ipc", "tcp"))
     with fake_gpus(2) as (here, there):
         there.is_deaf = True
         async with (

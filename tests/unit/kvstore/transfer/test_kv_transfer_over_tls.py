@@ -27,7 +27,7 @@ from tests.unit.kvstore.transfer.peers import (
     prefill_side,
 )
 
-OVER_TCP = dataclasses.replace(CONFIG, links=("tcp",))
+OVER_TCP = dataclasses.replace(CONFIG, transports=("tcp",))
 
 
 def _member(authority: Authority, name: str) -> Tls:
@@ -57,7 +57,7 @@ async def test_nccl_leaves_a_machine_only_where_both_workers_name_its_network_as
     monkeypatch.setattr("kvstore.transfer.sender.host_id", lambda: "another host")
     authority = Authority.make(tmp_path)
     configs = [
-        dataclasses.replace(CONFIG, links=("nccl", "tcp"), plain_links=("nccl",) * (side in allowed))
+        dataclasses.replace(CONFIG, transports=("nccl", "tcp"), plaintext_transports=("nccl",) * (side in allowed))
         for side in ("prefill", "decode")
     ]
     with fake_nccl(monkeypatch), fake_gpus(2) as (here, there):
@@ -77,7 +77,7 @@ async def test_nccl_leaves_a_machine_only_where_both_workers_name_its_network_as
     silent = " and ".join(side for side in ("prefill-0", "decode-0") if side[:-2] not in allowed)
     assert (
         "is on another host, to which KV goes encrypted, since the cluster has certificates (cluster.tls_certificate): "
-        f"nccl cannot encrypt, and transfer.plain_links of worker {silent} does not name it"
+        f"nccl cannot encrypt, and transfer.plaintext_transports of worker {silent} does not name it"
     ) in caplog.text
 
 

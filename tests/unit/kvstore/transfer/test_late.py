@@ -86,7 +86,7 @@ def test_nothing_is_done_before_somebody_waits(gpus: list[FakeGpu]) -> None:
 @pytest.mark.parametrize("link", ["ipc", "nccl", "tcp"])
 async def test_what_a_step_writes_arrives_while_it_goes_on(link: str, gpus: list[FakeGpu]) -> None:
     """Layer by layer, over blocks that hold something else: only its fence holds a chunk back."""
-    config = dataclasses.replace(CONFIG, links=(link,), nccl_open_timeout_s=10.0)
+    config = dataclasses.replace(CONFIG, transports=(link,), nccl_open_timeout_s=10.0)
     here, there = gpus
     source, target = on_gpu(filled_cache(1), here), on_gpu(KVCache(SPEC, NUM_BLOCKS, 8), there)
     async with (
@@ -117,7 +117,7 @@ async def test_what_a_step_writes_arrives_while_it_goes_on(link: str, gpus: list
 
 
 async def test_whole_transfers_over_both_kinds_one_after_the_other(gpus: list[FakeGpu]) -> None:
-    config = dataclasses.replace(CONFIG, links=("nccl", "tcp"))
+    config = dataclasses.replace(CONFIG, transports=("nccl", "tcp"))
     here, there = gpus
     async with (
         decode_side(config, caches=[on_gpu(KVCache(SPEC, NUM_BLOCKS, 8), there)]) as decode,
@@ -141,7 +141,7 @@ async def test_whole_transfers_over_both_kinds_one_after_the_other(gpus: list[Fa
     ],
 )
 async def test_a_chunk_that_is_spoiled_on_its_way_is_found(link: str, fault: str, gpus: list[FakeGpu]) -> None:
-    config = dataclasses.replace(CONFIG, links=(link,), nccl_open_timeout_s=10.0)
+    config = dataclasses.replace(CONFIG, transports=(link,), nccl_open_timeout_s=10.0)
     here, there = gpus
     async with (
         decode_side(config, caches=[on_gpu(KVCache(SPEC, NUM_BLOCKS, 8), there)]) as decode,

@@ -201,7 +201,7 @@ async def test_a_thief_gets_no_blocks_with_a_permit_that_it_has_stolen(secret: P
             assert kind == "TransferRefused"
             assert said in text
         assert not thief.endpoint.messages, "nobody has come to the thief"
-        assert source.kv.counts().open_pairs == 0
+        assert source.kv.counts().open_connections == 0
         await thief.receiver.release(own)
         await source.check_idle()
 

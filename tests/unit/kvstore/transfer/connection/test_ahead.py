@@ -28,13 +28,13 @@ from tests.unit.kvstore.transfer.peers import (
     scattered,
 )
 
-LINKS = dataclasses.replace(CONFIG, links=("nccl", "tcp"), op_timeout_s=2.0)
+LINKS = dataclasses.replace(CONFIG, transports=("nccl", "tcp"), op_timeout_s=2.0)
 SOURCE, TARGET = scattered(10, 1), scattered(10, 2)
 
 
 @contextlib.asynccontextmanager
-async def workers(num_decode: int, max_pairs: int = 0) -> AsyncIterator[tuple[Prefill, list[Decode]]]:
-    config = dataclasses.replace(LINKS, max_pairs=max_pairs)
+async def workers(num_decode: int, max_connections: int = 0) -> AsyncIterator[tuple[Prefill, list[Decode]]]:
+    config = dataclasses.replace(LINKS, max_connections=max_connections)
     with fake_gpus(num_decode + 1) as (here, *there):
         async with contextlib.AsyncExitStack() as stack:
             sides = [await stack.enter_async_context(decode_on(gpu, number)) for number, gpu in enumerate(there)]
@@ -75,7 +75,7 @@ async def test_the_first_transfer_finds_an_nccl_pair(knobs: Knobs) -> None:
 
 
 async def test_no_more_than_the_limit_are_opened_and_none_is_closed_for_them(knobs: Knobs) -> None:
-    async with workers(3, max_pairs=2) as (prefill, sides):
+    async with workers(3, max_connections=2) as (prefill, sides):
         peers = [peer_of(side) for side in sides]
         for _ in range(2):
             assert await prefill.sender.open_ahead(peers)

@@ -30,7 +30,7 @@ async def test_garbage_ends_a_session_as_the_clients_fault(caplog: pytest.LogCap
             worker_id="hostile",
             incarnation="h.1",
             wire_compat="kind-a",
-            links=("shm",),
+            transports=("shm",),
             layout=decode.receiver.layout,
             rank=0,
             peer_rank=0,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton import wire
-from baton.cluster import OpenLinks
+from baton.cluster import OpenConnections
 from baton.errors import BatonError, TransferError
 from baton.messages import Grant, Offer, Ping, SessionFailed, Welcome
 from baton.v1 import kv_pb2_grpc
@@ -36,7 +36,7 @@ from tests.unit.kvstore.transfer.peers import (
     tables_of,
 )
 
-TWO_KINDS = dataclasses.replace(CONFIG, links=("shm", "tcp"))
+TWO_KINDS = dataclasses.replace(CONFIG, transports=("shm", "tcp"))
 
 
 async def kv_transfer(prefill: Prefill, decode: Decode, name: str) -> str:
@@ -82,7 +82,7 @@ async def test_a_ticket_that_is_used_twice_harms_only_the_second() -> None:
 
 
 async def test_a_burst_to_more_peers_than_pairs_is_served_and_the_surplus_closed() -> None:
-    config = dataclasses.replace(CONFIG, max_pairs=2)
+    config = dataclasses.replace(CONFIG, max_connections=2)
     async with contextlib.AsyncExitStack() as stack:
         decodes = [await stack.enter_async_context(decode_side(config, f"d{n}")) for n in range(6)]
         prefill = await stack.enter_async_context(prefill_side(config))
@@ -229,7 +229,10 @@ async def test_a_better_link_that_the_receiver_refuses_is_not_asked_for_again_so
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(KINDS, "shm", dataclasses.replace(KINDS["shm"], opens_slowly=True))
-    async with decode_side(dataclasses.replace(CONFIG, links=("tcp",))) as decode, prefill_side(TWO_KINDS) as prefill:
+    async with (
+        decode_side(dataclasses.replace(CONFIG, transports=("tcp",))) as decode,
+        prefill_side(TWO_KINDS) as prefill,
+    ):
         assert await kv_transfer(prefill, decode, "first") == ""
         (route,) = prefill.sender._connections._routes.values()
         await until(lambda: route.pauses.pause_s == LONGEST_PAUSE_S, SOON_S)
@@ -241,7 +244,7 @@ async def test_a_better_link_that_the_receiver_refuses_is_not_asked_for_again_so
 async def test_memory_is_shared_on_one_host_only(links: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Between hosts no pair waits for a link that cannot be."""
     monkeypatch.setattr("kvstore.transfer.sender.host_id", lambda: "another host")
-    config = dataclasses.replace(CONFIG, links=links)
+    config = dataclasses.replace(CONFIG, transports=links)
     async with decode_side(config) as decode, prefill_side(config) as prefill:
         failure = await kv_transfer(prefill, decode, "t")
         if "tcp" in links:
@@ -343,7 +346,7 @@ async def test_a_closed_receiver_has_no_task_left(says_hello: bool, monkeypatch:
 
 @pytest.mark.parametrize("num_slots", [1, 2])
 async def test_pools_too_small_for_all_pairs_starve_none(num_slots: int) -> None:
-    config = dataclasses.replace(CONFIG, links=("tcp",), num_slots=num_slots, window=1)
+    config = dataclasses.replace(CONFIG, transports=("tcp",), num_slots=num_slots, window=1)
     async with contextlib.AsyncExitStack() as stack:
         decodes = [await stack.enter_async_context(decode_side(config, f"d{n}")) for n in range(3)]
         prefills = [await stack.enter_async_context(prefill_side(config, name=f"p{n}")) for n in range(3)]
@@ -374,12 +377,12 @@ async def test_open_connections_are_counted_by_kind_on_both_sides(monkeypatch: p
         decode_side(TWO_KINDS) as decode,
         prefill_side(TWO_KINDS) as prefill,
     ):
-        assert worker.kv.links() == (OpenLinks("nccl", "NET/Socket", 1), OpenLinks("nccl", "P2P", 2))
+        assert worker.kv.connections() == (OpenConnections("nccl", "NET/Socket", 1), OpenConnections("nccl", "P2P", 2))
         assert await kv_transfer(prefill, decode, "t") == ""
         assert prefill.sender.open_kinds == decode.receiver.open_kinds == ["shm"]
         monkeypatch.setattr(worker.kv, "sender", prefill.sender)
         monkeypatch.setattr(worker.kv, "receiver", decode.receiver)
-        assert worker.kv.links()[2:] == (OpenLinks("shm", "", 2),)
+        assert worker.kv.connections()[2:] == (OpenConnections("shm", "", 2),)
         monkeypatch.undo()
 
 

@@ -124,15 +124,15 @@ def test_no_byte_beyond_the_ring_is_read(number: int, num_bytes: int, gpus: list
 
 def test_rings_beyond_their_limit_are_refused_and_those_that_are_free_lent_again(gpus: list[FakeGpu]) -> None:
     limit = {"max_ring_bytes": 2 * WINDOW * 1024}
-    with contextlib.ExitStack() as open_pairs:
+    with contextlib.ExitStack() as open_connections:
         first, second = (opened_on(gpus, **limit) for _ in range(2))
-        open_pairs.callback(first.close)
-        open_pairs.callback(second.close)
+        open_connections.callback(first.close)
+        open_connections.callback(second.close)
         with pytest.raises(TransferError, match=r"transfer\.gpu_rings_mib allows"):
-            open_pairs.callback(opened_on(gpus, **limit).close)
+            open_connections.callback(opened_on(gpus, **limit).close)
         second.close()
         wait_until(lambda: num_read_still(gpus[0]) == 0, LONG_S)
-        open_pairs.callback(opened_on(gpus, **limit).close)
+        open_connections.callback(opened_on(gpus, **limit).close)
         assert len(gpus[0].exports) == 2
 
 

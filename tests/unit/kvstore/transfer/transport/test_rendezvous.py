@@ -224,7 +224,7 @@ async def test_values_of_the_right_form_that_lead_nowhere_end_in_time() -> None:
 
 async def test_a_kind_is_for_those_who_ask_for_it() -> None:
     """A worker takes no kind that it has not configured, in either role, and says which it has."""
-    ours = dataclasses.replace(CONFIG, links=("tcp",))
+    ours = dataclasses.replace(CONFIG, transports=("tcp",))
     hello = await hello_of(with_link("shm"))
     async with decode_side(ours) as decode:
         decode.receiver.expect("t", 160, 0, tables_of(decode.receiver, list(range(10)), 3))
@@ -232,7 +232,7 @@ async def test_a_kind_is_for_those_who_ask_for_it() -> None:
         assert heard[-1] == SessionFailed(
             "TransferRefused: worker prefill-0 offers the transports shm, worker decode-0 can use tcp"
         )
-        async with prefill_side(dataclasses.replace(CONFIG, links=("shm", "tcp"))) as prefill:
+        async with prefill_side(dataclasses.replace(CONFIG, transports=("shm", "tcp"))) as prefill:
             await kv_transfer(prefill, decode, [4, 5], [20, 21])
             assert [pair.transport_kind for pair in prefill.sender._connections._alive] == ["tcp"], (
                 "what both have is used"

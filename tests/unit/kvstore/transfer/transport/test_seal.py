@@ -123,5 +123,5 @@ def test_what_cannot_encrypt_stays_on_its_host() -> None:
         near = Nearness(is_same_host=is_same_host, must_be_sealed=True)
         assert choose_transport(kinds, kinds, near) == ("nccl" if is_same_host else "tcp")
     assert choose_transport(kinds, kinds, Nearness()) == "nccl"
-    trusted = Nearness(must_be_sealed=True, plain_links=("nccl",))
+    trusted = Nearness(must_be_sealed=True, plaintext_transports=("nccl",))
     assert choose_transport(kinds, kinds, trusted) == "nccl"

@@ -625,7 +625,7 @@ def test_kinds_are_chosen_for_the_cache_and_the_wish() -> None:
     assert usable_transports([torch.device("cuda")], ("ipc", "shm", "tcp")) == ("ipc", "tcp")
     gpus = [torch.device("cuda", rank) for rank in range(2)]
     assert usable_transports(gpus, ("nccl", "ipc", "tcp")) == ("ipc", "tcp"), "no kernels beside the sums of two ranks"
-    with pytest.raises(ConfigError, match=r"none of transfer.links \(nccl\) works for a KV cache on cpu"):
+    with pytest.raises(ConfigError, match=r"none of transfer.transports \(nccl\) works for a KV cache on cpu"):
         usable_transports([CPU], ("nccl",))
     assert staging_device("nccl", torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert staging_device("ipc", torch.device("cuda", 1)) == torch.device("cuda", 1)
@@ -648,7 +648,7 @@ def test_how_near_two_ranks_are_follows_from_what_the_sender_says(gpus: list[Fak
     near, own, other = gpus[0].device, gpus[0].uuid, gpus[1].uuid
 
     def seen(host: str, gpu: str, device: torch.device = near) -> Nearness:
-        return nearness(hello_of(host, gpu, gpu), device, is_sealed=False, plain_links=())
+        return nearness(hello_of(host, gpu, gpu), device, is_sealed=False, plaintext_transports=())
 
     assert seen(host_id(), own) == Nearness(is_same_host=True, is_same_gpu=True, may_read_gpu=True)
     assert seen(host_id(), other) == Nearness(is_same_host=True, may_read_gpu=True)
@@ -660,7 +660,9 @@ def test_how_near_two_ranks_are_follows_from_what_the_sender_says(gpus: list[Fak
 def test_instances_of_one_gpu_are_one_gpu_for_nccl_and_two_for_ipc(gpus: list[FakeGpu]) -> None:
     here, instance = gpus
     here.id = instance.id = "one bus id"
-    near = nearness(hello_of(host_id(), instance.id, instance.uuid), here.device, is_sealed=False, plain_links=())
+    near = nearness(
+        hello_of(host_id(), instance.id, instance.uuid), here.device, is_sealed=False, plaintext_transports=()
+    )
     assert near == Nearness(is_same_host=True, is_same_gpu=True)
     kinds = ("ipc", "nccl", "tcp")
     assert choose_transport(kinds, kinds, near) == "tcp"
@@ -683,10 +685,10 @@ def test_a_gpu_is_named_by_its_machine_and_place_so_that_its_instances_have_one_
 
 
 def test_a_kind_is_plain_where_both_sides_say_so() -> None:
-    hello = dataclasses.replace(hello_of("else"), plain_links=("nccl",))
-    assert nearness(hello, CPU, is_sealed=True, plain_links=("nccl",)).plain_links == ("nccl",)
-    assert nearness(hello, CPU, is_sealed=True, plain_links=()).plain_links == ()
-    assert nearness(hello_of("else"), CPU, is_sealed=True, plain_links=("nccl",)).plain_links == ()
+    hello = dataclasses.replace(hello_of("else"), plaintext_transports=("nccl",))
+    assert nearness(hello, CPU, is_sealed=True, plaintext_transports=("nccl",)).plaintext_transports == ("nccl",)
+    assert nearness(hello, CPU, is_sealed=True, plaintext_transports=()).plaintext_transports == ()
+    assert nearness(hello_of("else"), CPU, is_sealed=True, plaintext_transports=("nccl",)).plaintext_transports == ()
 
 
 def hello_of(host: str, gpu_id: str = "", gpu_uuid: str = "") -> Hello:
@@ -695,7 +697,7 @@ def hello_of(host: str, gpu_id: str = "", gpu_uuid: str = "") -> Hello:
         worker_id="prefill-0",
         incarnation="1",
         wire_compat="kind-a",
-        links=("nccl", "tcp"),
+        transports=("nccl", "tcp"),
         layout=KvLayout(16, 1, ()),
         rank=0,
         peer_rank=0,
