@@ -108,7 +108,7 @@ def test_transfers_take_of_a_gpu_what_their_links_need() -> None:
         ({"lease_s": 1}, "must not exceed transfer.lease_s"),
         ({"max_connections": -3}, "max_connections must be 0"),
         ({"slot_bytes": 2**26}, r"gpu_slot_bytes \(33554432\) must not be less than transfer.slot_bytes"),
-        ({"transports": ()}, "links must name at least one"),
+        ({"transports": ()}, "transports must name at least one"),
         ({"transports": ("shm", "udp")}, "udp"),
     ],
 )
@@ -242,7 +242,7 @@ def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str
         ("index: {redis_url: [1]}", r"index.redis_url must be of type str, got '\*\*\*'"),
         ("model: {id: [a, b]}", r"model.id must be of type str, got \['a', 'b'\]"),
         ("model: {id: }", "model.id must be of type str, got None"),
-        ("transfer: {links: 5}", "transfer.transports must be a list, got 5"),
+        ("transfer: {transports: 5}", "transfer.transports must be a list, got 5"),
         ("transfer: {checksum: Full}", "transfer.checksum must be one of full, off; got 'Full'"),
         ("router: {mode: both}", "router.mode must be one of auto, disaggregated, aggregated; got 'both'"),
         ("engine: {runner: vllm}", "engine.runner must be one of auto, native, transformers, arithmetic; got 'vllm'"),

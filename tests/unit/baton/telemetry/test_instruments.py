@@ -82,7 +82,7 @@ def test_an_instrument_means_one_thing() -> None:
         "baton_kv_pulled_tokens_total": {"": c.pulled_tokens},
         "baton_kv_pull_failures_total": {"": c.failed_pulls},
         "baton_kv_open_connections": {"": c.open_connections},
-        "baton_kv_connections": {"transport=nccl,carrier=NET/IB": 3, "transport=tcp,carrier=": 2},
+        "baton_kv_connections": {"carrier=NET/IB,transport=nccl": 3, "carrier=,transport=tcp": 2},
         "baton_kv_staging_slots_in_use": {"": c.slots_in_use},
         "baton_kv_unsent_bytes": {"": c.unsent_bytes},
         "baton_mirror_blocks": {"": 77},
