@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import yaml
 
 from tests.kube.binaries import binaries
@@ -188,6 +189,14 @@ MATRIX: dict[str, Values] = {
     "another-name": Values(sets=("commonLabels.team=ml",), name="a-release-with-a-name-that-is-as-long-as-can-be-here"),
 }
 """What every test of the rendered objects goes through."""
+every_values = pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(values, id=name, marks=[] if values.file or number % 3 == 0 else [pytest.mark.full])
+        for number, (name, values) in enumerate(MATRIX.items())
+    ],
+)
+"""All values of the matrix. `make test` takes the chart's files and a third of the others."""
 
 
 def is_shared(values: Values) -> bool:

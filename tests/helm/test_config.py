@@ -24,6 +24,7 @@ from tests.helm.chart import (
     Pod,
     Values,
     documents,
+    every_values,
     helm,
     of_kind,
     pod_of,
@@ -77,7 +78,7 @@ def baton_containers(pod: Pod) -> list[Object]:
     ]
 
 
-@pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
+@every_values
 def test_every_container_takes_its_settings(values: Values, tmp_path: Path) -> None:
     objects = render(values)
     count = 0

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from baton.errors import ConfigError
 from baton.trust import Principal, load_keys, read_private
 from deploy.cli.app import app
-from tests.helm.chart import MATRIX, Object, Pod, Values, pod_of, pods, render, the
+from tests.helm.chart import MATRIX, Object, Pod, Values, every_values, pod_of, pods, render, the
 
 OPERATOR = "/run/baton-operator-keys"
 MEMBERS = {
@@ -20,8 +20,6 @@ MEMBERS = {
     **{pool: {"/run/baton-keys": "worker", OPERATOR: "operator"} for pool in ("prefill", "decode", "worker")},
 }
 """Component -> folder of keys -> whose they are."""
-
-every_values = pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
 
 
 def mounts(container: Object) -> dict[str, Object]:

@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helm.chart import MATRIX, Object, Pod, Values, jobs, of_kind, pod_of, pods, render, selects
+from tests.helm.chart import MATRIX, Object, Pod, Values, every_values, jobs, of_kind, pod_of, pods, render, selects
 
 BASELINE = Path(__file__).parent / "policy-baseline.txt"
 LINE = re.compile(r"(\w+) (\S+): (.+)")
-
-every_values = pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
 
 
 def baseline() -> dict[tuple[str, str], str]:

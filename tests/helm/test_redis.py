@@ -20,7 +20,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 from deploy.doctor import redis as doctor
 from deploy.embedded_redis import valkey_binary
 from kvstore.index.keys import Keys
-from tests.helm.chart import MATRIX, Object, Values, of_kind, pod_of, pods, render, the
+from tests.helm.chart import MATRIX, Object, Values, every_values, of_kind, pod_of, pods, render, the
 from tests.helm.test_config import environment
 from tests.support.waiting import wait_until
 
@@ -227,7 +227,7 @@ def test_without_a_good_password_for_every_user_nothing_starts(
     assert why in done.stderr
 
 
-@pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
+@every_values
 def test_no_secret_is_in_an_argument_or_a_configmap(values: Values) -> None:
     objects = render(values)
     secrets = {

@@ -18,6 +18,7 @@ from tests.helm.chart import (
     NAMESPACE,
     Object,
     Values,
+    every_values,
     is_shared,
     jobs,
     of_kind,
@@ -27,8 +28,6 @@ from tests.helm.chart import (
     selects,
     the,
 )
-
-every_values = pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
 
 
 def foreign(values: Values) -> set[str]:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tests.helm import schemas
-from tests.helm.chart import CHART, MAJORS, MATRIX, Object, Values, helm, of_kind, pods, render, the
+from tests.helm.chart import CHART, MAJORS, MATRIX, Object, Values, every_values, helm, of_kind, pods, render, the
 
 OLDEST = "1.27"
 """It has no sidecars, so it gets other objects."""
@@ -14,8 +14,6 @@ VERSIONS = ("1.31", "1.34", "1.35", "1.37")
 SIDECARS = ("1.29", "1.31", "1.34", "1.35", "1.37")
 """KubeRay's head pod needs them."""
 VALUES_FILES = sorted(path.name for path in CHART.glob("values-*.yaml"))
-
-every_values = pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
 
 
 @pytest.mark.parametrize("major", MAJORS)

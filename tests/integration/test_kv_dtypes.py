@@ -90,6 +90,7 @@ def test_logits_are_the_same_bits_in_any_batch_chunk_and_number_of_threads(kv_dt
     exact.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kv_dtype", NARROW)
 def test_logits_are_the_same_bits_on_every_variant(
     kv_dtype: str, uneven: Path, monkeypatch: pytest.MonkeyPatch

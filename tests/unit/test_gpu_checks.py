@@ -44,7 +44,7 @@ def a_check(name: str, cost_s: float, limit_s: float = 100.0, **more: Any) -> Ch
     return Check(name=name, group="timed", proves="", cost_s=cost_s, limit_s=limit_s, where="faults:well", **more)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_an_8b_model_is_timed_in_small_with_the_packages_of_a_bare_machine() -> None:
     """By a user's command, from another folder: all of it imports, is given what it takes, and prints."""

@@ -85,7 +85,7 @@ def test_a_command_loads_what_it_needs_alone(words: str) -> None:
     assert loaded & set(COMMANDS[words]) == set()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(260)
 def test_the_first_hour_on_a_gpu_needs_six_packages_and_theirs() -> None:
     """By an interpreter that finds nothing else; a list of what must not be there would miss what is new."""

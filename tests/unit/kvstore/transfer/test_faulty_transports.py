@@ -269,7 +269,7 @@ class TransportLoop:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("link", ["shm", "tcp"])
+@pytest.mark.parametrize("link", ["shm", pytest.param("tcp", marks=pytest.mark.full)])
 async def test_not_one_wrong_byte_is_taken_for_right(link: str, case: str, injected: Injected) -> None:
     breaks = case in (*BREAKING, "link_flip", "everything") or (case == "link_truncate" and link == "tcp")
     config = TransferConfig(
