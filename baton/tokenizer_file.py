@@ -263,11 +263,11 @@ def _require_one_id(
     for token_id, token in own.items():
         text = str(token.get("content"))
         if (found := tokenizer.token_to_id(text)) != token_id or (token.get("special") and text not in known):
-            why = "has not" if found is None else "has, but not as special" if found == token_id else f"has as {found}"
+            why = "lacks it" if found is None else "has it, but not as special" if found == token_id else f"has {found}"
             raise ModelLoadError(
-                f"{folder / TOKENIZER_FILE} has the added token {text[:100]!r} with the id {token_id}, which "
-                f"transformers' {described.class_name} {why}, for it adds what {list_file} lists; list it there; "
-                f"{advice(described.model)}"
+                f"{folder / TOKENIZER_FILE} has the added token {text[:100]!r} with the id {token_id}; transformers' "
+                f"{described.class_name} {why}, because it adds only the tokens that {list_file} lists; list the token "
+                f"in {list_file}; {advice(described.model)}"
             )
 
 

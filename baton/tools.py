@@ -169,7 +169,7 @@ def _check_parameters(tool: Tool, index: int) -> None:
     schema = tool.parameters or {}
     properties, required = ({} if (value := schema.get("properties")) is None else value), schema.get("required") or []
     if not isinstance(properties, Mapping):
-        raise InvalidRequest(f"tools[{index}]: properties of the parameters must be an object", f"tools[{index}]")
+        raise InvalidRequest(f"tools[{index}]: parameters.properties must be an object", f"tools[{index}]")
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise InvalidRequest(f"tools[{index}]: required of the parameters must be a list of names", f"tools[{index}]")
 

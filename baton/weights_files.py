@@ -1,8 +1,8 @@
 """Weight files in a model's folder: the choice of files to load, and their headers. Needs no torch.
 
-A safetensors file is `bytes of the header, 8 | header: JSON | tensors`. Its header, and the index of a checkpoint of
-several files, are untrusted: this module compares them with the files before they cause an allocation or another file
-to be opened.
+A safetensors file is `header length (8 bytes) | header: JSON | tensors`. The header, and the index of a checkpoint of
+several files, are untrusted. This module checks both against the files before it allocates memory or opens another
+file because of them.
 """
 
 from __future__ import annotations

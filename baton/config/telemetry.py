@@ -29,4 +29,4 @@ class TelemetryConfig:
     log_format: Annotated[str, OneOf("text", "json")] = "text"
     """text, or json: one object per line, with the trace id of the request that the line belongs to."""
     vllm_aliases: Switch = False
-    """Also export metrics under vLLM's names if they exist there, for dashboards and gateways that expect them."""
+    """Also export each metric that vLLM has under vLLM's name, for dashboards and gateways that expect those names."""

@@ -57,7 +57,7 @@ def role_response(worker: Worker) -> admin_pb2.SetWorkerRoleResponse:
 
 
 def step_costs(message: admin_pb2.StepCosts) -> StepCosts:
-    """Decode the step costs of a worker in a status."""
+    """Decode a worker's step costs from a status message."""
     return from_pb(message, StepCosts)
 
 

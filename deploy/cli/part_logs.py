@@ -52,7 +52,10 @@ def show(target: ClientOptions, part: str, num_lines: int, *, is_followed: bool,
 
 
 def _routers(client: Client) -> list[int]:
-    """Return the process ids of the cluster's routers; none if no router answers, as files can be read anyway."""
+    """Return the process ids of the cluster's routers; an empty list if no router answers.
+
+    That is no error: log files can be read without a router.
+    """
     try:
         return [router["pid"] for router in client.status()["routers"]]
     except BatonError:

@@ -166,7 +166,7 @@ def _workers_config(config: Config, arguments: Arguments) -> Config:
 
 
 def _room(controller: Controller) -> AskForRoom:
-    """Return the check that more workers fit on this machine, which has all of them."""
+    """Return a function that checks whether more workers fit. All workers of the cluster run on this machine."""
     per_worker = bytes_per_worker(controller.config)
 
     async def problem(before: Mapping[Role, int], after: Mapping[Role, int]) -> str:

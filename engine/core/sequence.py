@@ -291,7 +291,7 @@ class Sequence:
         )
 
     def report(self) -> PrefillReport:
-        """Return the report of its prefill on this worker, once its first token is there."""
+        """Return the report of this sequence's prefill. Call it once the first token has been sampled."""
         return PrefillReport(
             num_cached_tokens=self.num_cached_tokens,
             queue_s=self.scheduled_s - self.arrival_s,

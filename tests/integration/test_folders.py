@@ -221,15 +221,15 @@ REFUSED = {
     ),
     "a mark that only tokenizer.json has": (
         Case(kind="qwen3", config={"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": {}}),
-        r"has the added token '<\|im_start\|>' with the id 1, which transformers' Qwen2Tokenizer has, but not as"
-        r" special, for it adds what tokenizer_config\.json lists; .* name TokenizersBackend as tokenizer_class",
+        r"has the added token '<\|im_start\|>' with the id 1; transformers' Qwen2Tokenizer has it, but not as"
+        r" special, because it adds only the tokens that tokenizer_config\.json lists; .* name TokenizersBackend as tokenizer_class",
     ),
     "an id that the class gives another token": (
         Case(
             kind="qwen2", tokenizer=lambda: backend(()),
             more={"tokenizer.json": {"added_tokens": [{"id": 300, **token("<a>")}]}},
         ),
-        "'<a>' with the id 300, which transformers' Qwen2Tokenizer has as 256.* whatever tokenizer_config",
+        "'<a>' with the id 300; transformers' Qwen2Tokenizer has 256.* whatever tokenizer_config",
     ),
     "Unigram for a class of BPE": (
         Case(tokenizer=unigram, config={"tokenizer_class": "LlamaTokenizer"}),
