@@ -75,7 +75,7 @@ class _Store:
     """The accounts own and close it."""
     marks: MarkStore
     """The usage book owns and closes them."""
-    surroundings: Dependencies
+    dependencies: Dependencies
     history: HistoryStore
     """The cluster's history owns and closes it."""
 
@@ -102,7 +102,7 @@ class _Store:
             journal=Journal(RedisRecords(records, content, seal=seal)),
             ledger=RedisLedger(counts, content),
             marks=RedisMarks(marks, content, seal=seal),
-            surroundings=Dependencies(redis, {"members": tls, "routers": endpoint}),
+            dependencies=Dependencies(redis, {"members": tls, "routers": endpoint}),
             history=RedisHistory(history, content, seal=seal),
         )
 
@@ -306,7 +306,7 @@ def _registry(
         models=(ServedModel(model.facts.id, config.model.path),),
         redis=store.redis,
         malformed=rpc.malformed,
-        surroundings=store.surroundings,
+        dependencies=store.dependencies,
         poll_s=config.index.poll_s,
         lease_s=config.index.lease_s,
     )

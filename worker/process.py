@@ -79,9 +79,9 @@ async def running(
         output: see `WorkerLog`.
     """
     member = Member(role, worker_id, host, config, runner)
-    endpoints = (*member_auth(member.keys, member.incarnation, WORKERS_RULES), *members_only(member.tls))
+    interceptors = (*member_auth(member.keys, member.incarnation, WORKERS_RULES), *members_only(member.tls))
     max_bytes = max_message_bytes(runner.max_model_len)
-    rpc = RpcServer(SERVICE_NAMES, endpoints, max_message_bytes=max_bytes, describes_itself=False)
+    rpc = RpcServer(SERVICE_NAMES, interceptors, max_message_bytes=max_bytes, describes_itself=False)
     prefill, decode = PrefillService(member.context), DecodeService(member.context)
     calls = CallServicer(
         prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch, max_model_len=runner.max_model_len

@@ -1,10 +1,10 @@
 """All metrics of a router, and their Prometheus exposition.
 
-recorded    events of requests, recorded as they happen
-observed    the cluster, read at every scrape
-trouble     impending failures of the cluster, read likewise
-process     the router's own process
-vllm        some of both once more, under vLLM's names
+request_metrics    events of requests, recorded as they happen
+observed           the cluster, read at every scrape
+trouble            impending failures of the cluster, read likewise
+process            the router's own process
+vllm               some of both once more, under vLLM's names
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         actors = RayActors(_workers_config(config, arguments), arguments.worker_host, state.gpus_per_worker, keys)
         incarnation = os.urandom(8).hex()
         tls = member_tls(config.cluster)
-        endpoints = (*member_auth(keys, incarnation, CONTROLLERS_RULES), *members_only(tls))
-        rpc = RpcServer(SERVICE_NAMES, endpoints, describes_itself=False)
+        interceptors = (*member_auth(keys, incarnation, CONTROLLERS_RULES), *members_only(tls))
+        rpc = RpcServer(SERVICE_NAMES, interceptors, describes_itself=False)
         port = rpc.bind(host, config.cluster.controller_port, tls)
         me = ControllerInfo(
             pid=os.getpid(),

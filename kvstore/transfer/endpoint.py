@@ -25,7 +25,7 @@ from kvstore.transfer.protocol.layout import block_size_of
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
 from kvstore.transfer.transport.nccl import num_nccl_stalls
-from kvstore.transfer.transport.nccl_counts import nccl_pairs_by_carrier, num_stuck_aborts
+from kvstore.transfer.transport.nccl_counts import nccl_connections_by_carrier, num_stuck_aborts
 from kvstore.transfer.transport.streams import num_shared_streams
 
 if TYPE_CHECKING:
@@ -94,7 +94,10 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
     def connections(self) -> tuple[OpenConnections, ...]:
         """Return the number of open connections by kind of transport, as the worker's lease publishes it."""
         kinds = Counter(kind for kind in (*self.sender.open_kinds, *self.receiver.open_kinds) if kind != "nccl")
-        nccl = (OpenConnections("nccl", carrier, number) for carrier, number in sorted(nccl_pairs_by_carrier().items()))
+        nccl = (
+            OpenConnections("nccl", carrier, number)
+            for carrier, number in sorted(nccl_connections_by_carrier().items())
+        )
         return (*nccl, *(OpenConnections(kind, "", number) for kind, number in sorted(kinds.items())))
 
     async def stuck(self) -> None:

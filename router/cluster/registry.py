@@ -34,7 +34,7 @@ class Registry:
         me: this router with its addresses; the registry adds the mirror lag and `slo_counts`.
         redis: the connection of `leases`; `status` shows its address and malformed values.
         malformed: counts the malformed messages that this router's server has received.
-        surroundings: source of the memory of Redis and the certificates in `status`.
+        dependencies: source of the memory of Redis and the certificates in `status`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Registry:
         models: tuple[ServedModel, ...],
         redis: RedisConnection,
         malformed: MalformedCount,
-        surroundings: Dependencies,
+        dependencies: Dependencies,
         poll_s: float,
         lease_s: float,
     ) -> None:
@@ -62,7 +62,7 @@ class Registry:
         self._models = models
         self._redis = redis
         self._malformed = malformed
-        self._surroundings = surroundings
+        self._dependencies = dependencies
         self._poll_s = poll_s
         self._lease_s = lease_s
         self._routers: tuple[RouterInfo, ...] = ()
@@ -94,7 +94,7 @@ class Registry:
             else:
                 self._redis_ok = True
                 await self._client.forget_past_incarnations(workers)
-                await self._surroundings.look(time.monotonic())
+                await self._dependencies.look(time.monotonic())
                 num_ready = _ready(workers).total()
                 was_whole |= num_ready > 0 and num_ready >= sum(self._desired.values())
             await asyncio.sleep(self._poll_s if was_whole else min(self._poll_s, START_POLL_S))
@@ -129,8 +129,8 @@ class Registry:
             mirrored_blocks=self._follower.mirror.workers(),
             store_garbage=self._redis.garbage.seen(),
             malformed=self._malformed.total,
-            store_memory=self._surroundings.store_memory,
-            certificates=self._surroundings.certificates(),
+            store_memory=self._dependencies.store_memory,
+            certificates=self._dependencies.certificates(),
         )
 
     def num_routers(self) -> int:

@@ -101,7 +101,7 @@ class LoadTracker:
         self._reported = worker
         candidate, load = self.candidate, worker.load
         candidate.takes_work = load.state is WorkerState.READY
-        candidate.role = worker.info.role  # the role may change; recorded jobs stay
+        candidate.role = worker.info.role  # the role may change; jobs already placed on it stay
         candidate.costs = believed(load.costs, usual)
         candidate.chunk_tokens = worker.info.chunk_tokens
         self._others_s = max(0.0, load.queued_tokens * candidate.costs.s_per_token - sum(self._queue_s.values()))

@@ -156,7 +156,7 @@ def run(quick: bool) -> Report:
                 "HTTP": Arm(lambda: Http(aggregated.http, stream=False), aggregated.pid, "direct Decode"),
                 "HTTP, SSE": Arm(lambda: Http(aggregated.http, stream=True), aggregated.pid, "direct Decode"),
                 "direct Decode + Prefill": Arm(lambda: Direct(address, split=True), None),
-                "gRPC, split": Arm(lambda: Grpc(split.grpc), split.pid, "direct Decode + Prefill"),
+                "gRPC, disaggregated": Arm(lambda: Grpc(split.grpc), split.pid, "direct Decode + Prefill"),
             }
             with limited_router(config, "aggregated") as router:
                 limited = {
@@ -255,7 +255,7 @@ async def _measure(arms: dict[str, Arm], prompts: Iterator[Prompt], sizes: Sizes
         alone[arm].append(await measure(arm, sizes.alone, 1, SHORT_ANSWER))
         crowd[arm].append(await measure(arm, sizes.crowd, NUM_CLIENTS, SHORT_ANSWER))
 
-    streaming = ("gRPC", "HTTP, SSE", "gRPC, split")
+    streaming = ("gRPC", "HTTP, SSE", "gRPC, disaggregated")
     burst: dict[str, list[Load]] = {arm: [] for arm in streaming}
     paced: dict[str, list[Load]] = {arm: [] for arm in streaming}
     for arm in interleaved(streaming, sizes.num_rounds):

@@ -75,7 +75,7 @@ class Plane:
             models=(),
             redis=self.redis,
             malformed=MalformedCount(),
-            surroundings=Dependencies(self.redis, {}),
+            dependencies=Dependencies(self.redis, {}),
             poll_s=POLL_S,
             lease_s=5 * POLL_S,
         )

@@ -85,14 +85,14 @@ async def test_the_controller_is_known_as_it_describes_itself(backend: Backend) 
 async def test_a_router_may_ask_redis_for_its_memory(backend: Backend) -> None:
     if backend.router is None:
         return  # there is no Redis
-    surroundings = Dependencies(backend.router, {})
-    await surroundings.look(0.0)
-    memory = surroundings.store_memory
+    dependencies = Dependencies(backend.router, {})
+    await dependencies.look(0.0)
+    memory = dependencies.store_memory
     assert memory is not None
     assert memory.used_bytes > 2**16
-    surroundings.store_memory = None
-    await surroundings.look(1.0)
-    assert surroundings.store_memory is None, "it was asked a second ago"
+    dependencies.store_memory = None
+    await dependencies.look(1.0)
+    assert dependencies.store_memory is None, "it was asked a second ago"
 
 
 async def test_epochs_rise_even_when_the_clock_does_not(backend: Backend) -> None:

@@ -104,7 +104,7 @@ VARIANTS = [name for name, values in MATRIX.items() if "networkPolicy" not in st
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_no_values_open_a_endpoint_between_components(name: str) -> None:
+def test_no_values_open_an_endpoint_between_components(name: str) -> None:
     """Whatever else is switched on; what is not there cannot be reached."""
     values = MATRIX[name]
     objects = render(values)

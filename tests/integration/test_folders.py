@@ -222,7 +222,8 @@ REFUSED = {
     "a mark that only tokenizer.json has": (
         Case(kind="qwen3", config={"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": {}}),
         r"has the added token '<\|im_start\|>' with the id 1; transformers' Qwen2Tokenizer has it, but not as"
-        r" special, because it adds only the tokens that tokenizer_config\.json lists; .* name TokenizersBackend as tokenizer_class",
+        r" special, because it adds only the tokens that tokenizer_config\.json lists; .* name TokenizersBackend as"
+        r" tokenizer_class",
     ),
     "an id that the class gives another token": (
         Case(

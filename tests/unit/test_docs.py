@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(Path(site.source_of(page)) for page in site.pages())
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(#[^)\s]+)?\)")
 PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
-FOLDERS = "baton router kvstore deploy prefill_worker decode_worker tests tools docs examples proto helm"
+FOLDERS = (
+    "baton engine router kvstore worker lab deploy prefill_worker decode_worker tests tools docs examples proto helm"
+)
 OURS = tuple(f"{folder}/" for folder in FOLDERS.split())
 
 

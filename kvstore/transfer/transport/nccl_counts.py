@@ -80,7 +80,7 @@ class OpenPairs:
 PAIRS = OpenPairs()
 
 
-def nccl_pairs_by_carrier() -> dict[str, int]:
+def nccl_connections_by_carrier() -> dict[str, int]:
     """Return the number of open NCCL transports of this process, by the path that carries their bytes."""
     return PAIRS.by_carrier()
 

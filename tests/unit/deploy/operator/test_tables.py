@@ -82,7 +82,14 @@ def test_the_status_shows_what_is_skipped_in_redis() -> None:
 
 def test_the_status_shows_a_workers_transfers() -> None:
     heading, row = printed(transfer_table([WORKER]))
-    wanted = {"committed": "12", "failed": "6", "pulled tokens": "320", "unsent MiB": "1.5", "pairs": "4", "slots": "3"}
+    wanted = {
+        "committed": "12",
+        "failed": "6",
+        "pulled tokens": "320",
+        "unsent MiB": "1.5",
+        "connections": "4",
+        "slots": "3",
+    }
     assert row.startswith("worker-0 (decode) ")
     for name, value in wanted.items():
         assert row[heading.index(name) :].split()[0] == value, name

@@ -57,7 +57,7 @@ async def followed(
         models=(),
         redis=redis,
         malformed=MalformedCount(),
-        surroundings=Dependencies(redis, {}),
+        dependencies=Dependencies(redis, {}),
         poll_s=poll_s,
         lease_s=lease_s,
     )

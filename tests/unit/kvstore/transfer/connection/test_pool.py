@@ -371,7 +371,7 @@ async def test_two_communicators_that_cannot_be_ended_are_one_too_many(monkeypat
 
 
 async def test_open_connections_are_counted_by_kind_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.transfer.endpoint.nccl_pairs_by_carrier", lambda: {"P2P": 2, "NET/Socket": 1})
+    monkeypatch.setattr("kvstore.transfer.endpoint.nccl_connections_by_carrier", lambda: {"P2P": 2, "NET/Socket": 1})
     async with (
         engine_worker("w", ArithmeticRunner(num_blocks=8)) as worker,
         decode_side(TWO_KINDS) as decode,

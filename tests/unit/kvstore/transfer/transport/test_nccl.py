@@ -14,7 +14,7 @@ from baton.config.transfer import NCCL_MODES
 from baton.errors import TransferError, TransferTimeout
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport import nccl
-from kvstore.transfer.transport.nccl_counts import nccl_pairs_by_carrier, num_stuck_aborts
+from kvstore.transfer.transport.nccl_counts import nccl_connections_by_carrier, num_stuck_aborts
 from kvstore.transfer.transport.nccl_turns import Direction
 from kvstore.transfer.transport.streams import num_shared_streams, own_stream, streams_of
 from tests.fakes.gpu import NUM_STREAMS, FakeGpu, fake_gpus
@@ -82,11 +82,11 @@ def test_signals_and_chunks_arrive_whole_and_in_order(mode: str, gpus: list[Fake
 def test_pairs_are_counted_by_what_moves_their_bytes(
     gpus: list[FakeGpu],
 ) -> None:
-    before = nccl_pairs_by_carrier().get("unknown", 0)
+    before = nccl_connections_by_carrier().get("unknown", 0)
     pair = opened(gpus[0], gpus[1])
-    assert nccl_pairs_by_carrier() == {"unknown": before + 2}
+    assert nccl_connections_by_carrier() == {"unknown": before + 2}
     pair.close()
-    wait_until(lambda: nccl_pairs_by_carrier().get("unknown", 0) == before, LONG_S)
+    wait_until(lambda: nccl_connections_by_carrier().get("unknown", 0) == before, LONG_S)
 
 
 def test_torchs_own_timeout_never_comes_first(gpus: list[FakeGpu], knobs: Knobs) -> None:
