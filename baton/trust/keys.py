@@ -130,7 +130,7 @@ def load_keys(text: str, member: Principal, source: str) -> KeyRing:
                     private.append(Ed25519PrivateKey.from_private_bytes(_bytes(key)))
                     continue
                 if kind != "public":
-                    raise ValueError(f"it is neither a {member}'s key nor a public one")
+                    raise ValueError(f"it is neither the {member}'s private key nor a public key")
                 found = {Principal(owner): Ed25519PublicKey.from_public_bytes(_bytes(key))}
         except ValueError as error:
             raise ConfigError(f"line {number} of {source} is neither a secret nor a key: {_reason(error)}") from None

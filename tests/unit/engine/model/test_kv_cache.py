@@ -53,7 +53,7 @@ def test_memory_is_taken_as_it_is_used() -> None:
 
 def test_more_than_there_is_is_refused_in_a_sentence() -> None:
     for num_blocks in (2**40, 2**60):
-        with pytest.raises(ModelLoadError, match=r"no \d+\.\d GiB for KV .*; lower engine\.kv_cache_gib"):
+        with pytest.raises(ModelLoadError, match=r"does not have \d+\.\d GiB for KV .*; lower engine\.kv_cache_gib"):
             KVCache(KVSpec((FULL,)), num_blocks, 3)
 
 

@@ -268,7 +268,7 @@ def changed(**costs: Any) -> str:
     [
         ("{", "no costs as `baton bench --json` writes them"),
         ("[]", "no costs as"),
-        ('{"costs": null, "worker": null}', "operators only"),
+        ('{"costs": null, "worker": null}', "only to its operators"),
         (changed(magic=1.0), "magic is 1.0"),
         (changed(request_overhead_s=-1.0), "request_overhead_s is -1.0"),
         (changed(decoding_s=[[4, 0.1], [2, 0.1]]), "decoding_s is [[4, 0.1], [2, 0.1]]"),

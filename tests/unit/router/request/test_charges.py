@@ -111,7 +111,7 @@ async def test_what_a_client_claims_to_have_and_nobody_has_recorded_is_charged(r
 
 
 async def test_a_claim_beyond_the_answer_is_refused_and_what_it_took_is_charged(router: Router) -> None:
-    with pytest.raises(InvalidRequest, match="names 1 tokens more"):
+    with pytest.raises(InvalidRequest, match="the tokens of choice 0 by 1"):
         await read(router, asked(request_id="never-was", resume_from={0: 9}, sampling={"max_tokens": 9}))
     assert await charged(router) == 8
 

@@ -139,7 +139,7 @@ async def test_a_continued_answer_is_judged_from_its_begin(tokenizer: Tokenizer)
     token_ids = tokenizer.encode("one two three four five six seven eight nine ten")[:10]
     moderator = moderator_of(lambda answer: answer.num_tokens not in (4, 8))
     answer = answer_of(tokenizer, moderator, num_delivered=6)
-    with pytest.raises(InvalidRequest, match="2 tokens more"):
+    with pytest.raises(InvalidRequest, match="the tokens of choice 3 by 2"):
         async for _ in answer.replay(token_ids, None):
             pass
 
