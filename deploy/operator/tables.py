@@ -113,7 +113,7 @@ def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
 
 def transfer_table(workers: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with one row per worker and its KV transfers."""
-    table = new_table("KV transfers", "committed", "failed", "pulled tokens", "unsent MiB", "connections", "slots")
+    table = new_table("KV transfers", "committed", "failed", "pulled tokens", "unsent MiB", "open", "slots")
     for worker in workers:
         kv = worker["transfers"]
         table.add_row(

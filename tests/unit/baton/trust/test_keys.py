@@ -59,7 +59,7 @@ def test_a_members_file_has_the_same_keys_and_no_secret(member: Principal) -> No
     assert from_file.public.keys() == from_secret.public.keys()
     assert all(list(from_file.public[each]) == list(from_secret.public[each]) for each in Principal)
     for other in set(Principal) - {member}:
-        with pytest.raises(ConfigError, match=f"neither a {other}'s key"):
+        with pytest.raises(ConfigError, match=f"neither the {other}'s private key"):
             load_keys(written, other, "FILE")
 
 
@@ -73,7 +73,7 @@ def test_a_members_file_has_the_same_keys_and_no_secret(member: Principal) -> No
         (f"{ONE}\npublic worker {'QQ==' * 8}\n", "line 2 of FILE"),
         (f"{ONE}\npublic nobody QQ==\n", "line 2 of FILE .* another form"),
         (f"{ONE}\none two\n", "line 2 of FILE .* another form"),
-        (f"{ONE}\nprivate router {'A' * 43}=\n", "line 2 of FILE .* neither a worker's key"),
+        (f"{ONE}\nprivate router {'A' * 43}=\n", "line 2 of FILE .* neither the worker's private key"),
         ("\n".join(f"{number:040}" for number in range(17)), "more than 16 secrets"),
         ("private worker " + "A" * 43 + "=", "neither a secret nor the keys"),
     ],

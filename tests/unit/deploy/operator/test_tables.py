@@ -87,7 +87,7 @@ def test_the_status_shows_a_workers_transfers() -> None:
         "failed": "6",
         "pulled tokens": "320",
         "unsent MiB": "1.5",
-        "connections": "4",
+        "open": "4",
         "slots": "3",
     }
     assert row.startswith("worker-0 (decode) ")
