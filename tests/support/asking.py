@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from tests.integration.cluster import Served
 
 VOCABULARY = 49152
-FRESH_S = 0.1
-"""A router writes its metrics again only when several times as long has passed as that took, which are milliseconds."""
+FRESH_S = 0.3
+"""A router writes its metrics again once five times the processor time of the last writing has passed: 20 to 50 ms."""
 
 
 def prompt_of(seed: int, num_tokens: int) -> list[int]:
