@@ -24,7 +24,6 @@ with_mark = $(sort $(shell grep -rlE --include='test_*.py' 'pytest.mark.$(1)\b' 
 OTHER_TESTS := tests/kube tests/helm tests/integration tests/chaos tests/observability $(call with_mark,slow,$(FAST_TESTS))
 # What has the mark, so that its processes import no more than that.
 CLOCK_TESTS := $(call with_mark,clock,tests)
-FULL_TESTS := tests/unit/bench tests/unit/fakekube tests/kube $(call with_mark,full,tests)
 SOAK := tests/chaos/test_streams.py
 FUZZ := tests/integration/test_fuzz.py
 export OMP_NUM_THREADS ?= 1
@@ -63,7 +62,7 @@ test: check
 
 # Everything but `make chaos`: fakes, sanitizers, products of cases, and all examples of every property.
 test-all: test
-	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m 'full and not chaos' $(FULL_TESTS)
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m 'full and not chaos' tests
 	$(PYTEST) -q -n 4 --no-loadscope-reorder -m 'hypothesis and fast' $(FAST_TESTS)
 
 # Everything that is marked `chaos`, ten minutes of faults under load, ten of requests that are odd, every property with

@@ -1,6 +1,6 @@
 """Breaks the product on purpose, one line at a time, and sees that a test notices: the test of the tests.
 
-    python -m tools.mutants [--jobs N] [--only check|test] [NAME ...]
+    python -m tools.mutants [--jobs N] [--only fast|other] [NAME ...]
 
 `mutants.yaml` lists the faults: a file, a line of it, what the line becomes, and the test that must fail then. Each is
 tried in a throw-away copy of the tree. One process imports what tests need of other packages (torch alone takes
@@ -70,7 +70,7 @@ class Mutant:
 
     @property
     def is_fast(self) -> bool:
-        """Whether `make check` runs its tests."""
+        """Whether its tests are unit or contract tests, which `make check` runs unless they are marked slow or full."""
         return all(test.startswith(FAST) for test in self.tests)
 
     def applied(self, text: str) -> str:
@@ -280,7 +280,7 @@ def print_summary(mutants: Sequence[Mutant], wrong: Sequence[str]) -> None:
     seen = [mutant for mutant in real if mutant.name not in wrong]
     fast = sum(mutant.is_fast for mutant in seen)
     print(
-        f"{len(real)} faults: {len(seen)} are seen, {fast} of them by `make check`; "
+        f"{len(real)} faults: {len(seen)} are seen, {fast} of them by unit and contract tests; "
         f"{len(mutants) - len(real)} more are equivalent"
     )
     if wrong:
@@ -293,7 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="copies of the tree (default: %(default)s)"
     )
-    parser.add_argument("--only", choices=["check", "test"], help="those that `make check` must see, or the others")
+    parser.add_argument(
+        "--only", choices=["fast", "other"], help="those that unit and contract tests must see, or the others"
+    )
     asked = parser.parse_args(arguments)
     try:
         mutants = load()
@@ -303,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mutant
             for mutant in mutants
             if (not asked.names or mutant.name in asked.names)
-            and (not asked.only or mutant.is_fast == (asked.only == "check"))
+            and (not asked.only or mutant.is_fast == (asked.only == "fast"))
         ]
         check(mutants)
     except BadList as error:

@@ -153,14 +153,14 @@ class Prefill(_End):
 class Decode(_End):
     def __init__(self, tls: Tls) -> None:
         super().__init__(tls)
-        self._endpoints: dict[str, _Door] = {}
+        self._endpoints: dict[str, _Endpoint] = {}
         self._servers: list[grpc.aio.Server] = []
         self._expected: tuple[str, Ticket, float] | None = None
         self._buffer = memoryview(bytearray(0))
 
     async def start(self) -> None:
         for mode, config in MODES.items():
-            endpoint = _Door(KvReceiver(self.local("decode", mode), config))
+            endpoint = _Endpoint(KvReceiver(self.local("decode", mode), config))
             server = grpc.aio.server(options=SERVER_OPTIONS)
             kv_pb2_grpc.add_KvControlServicer_to_server(endpoint, server)
             endpoint.receiver.kv_address = f"{HOST}:{_port(server, self.tls(mode))}"
@@ -214,7 +214,7 @@ class Decode(_End):
             await server.stop(1.0)
 
 
-class _Door(kv_pb2_grpc.KvControlServicer):
+class _Endpoint(kv_pb2_grpc.KvControlServicer):
     """Receives, and is not asked for anything."""
 
     def __init__(self, receiver: KvReceiver) -> None:

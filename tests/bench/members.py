@@ -27,7 +27,7 @@ from tests.bench.stats import interleaved, ratio, spread
 from tests.bench.stub_worker import INSTANT
 
 ARMS = ("without", "with a secret")
-DOORS = ("gRPC", "HTTP")
+ENDPOINTS = ("gRPC", "HTTP")
 NUM_CLIENTS, NUM_TOKENS = 8, 4
 GATE = 1.05
 
@@ -62,9 +62,9 @@ def run(quick: bool) -> Report:
         token_ids = (tokenizer.encode(router.ANSWER) * NUM_TOKENS)[:NUM_TOKENS]
         arms = {arm: stack.enter_context(served(each, token_ids)) for arm, each in zip(ARMS, configs, strict=True)}
         prompts = router.prompts_of(tokenizer)
-        cpu_ms: dict[tuple[str, str], list[float]] = {key: [] for key in itertools.product(DOORS, ARMS)}
+        cpu_ms: dict[tuple[str, str], list[float]] = {key: [] for key in itertools.product(ENDPOINTS, ARMS)}
         for number, arm in enumerate(interleaved(ARMS, num_rounds + 1)):
-            for endpoint in DOORS:
+            for endpoint in ENDPOINTS:
                 taken = list(itertools.islice(prompts, num_requests))
                 done = uvloop.run(router.load_with(arms[arm][endpoint], taken, NUM_CLIENTS, NUM_TOKENS, INSTANT))
                 if number >= len(ARMS):  # the first round warms up
@@ -73,7 +73,7 @@ def run(quick: bool) -> Report:
         f"Router CPU of a request, ms; {NUM_CLIENTS} clients, {NUM_TOKENS} tokens, {num_rounds} rounds in turns",
         ("endpoint", *ARMS, f"ratio (gate {GATE})"),
     )
-    for endpoint in DOORS:
+    for endpoint in ENDPOINTS:
         without, with_secret = (cpu_ms[endpoint, arm] for arm in ARMS)
         table.rows.append((endpoint, spread(without), spread(with_secret), ratio(with_secret, without)))
     return Report("members", [table])

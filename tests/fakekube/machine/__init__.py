@@ -32,7 +32,7 @@ from tests.fakekube.machine.addresses import Addresses
 from tests.fakekube.machine.controllers import Controllers
 from tests.fakekube.machine.kubelet import Kubelet
 from tests.fakekube.machine.objects import EVENT, GPU, NODE, POD, SERVICE, name_of
-from tests.fakekube.machine.pod import Dependencies
+from tests.fakekube.machine.pod import Environment
 from tests.fakekube.machine.processes import Process, of_containers
 from tests.fakekube.machine.proxy import Proxy
 from tests.fakekube.machine.service import endpoints
@@ -91,7 +91,7 @@ class Machine:
         self._failure: BaseException | None = None
         self._stopped = asyncio.Event()
         self._change = asyncio.Event()
-        self._surroundings = Dependencies(
+        self._environment = Environment(
             store=store,
             node_name=NODE_KEY.name,
             node_ip=self._addresses.node,
@@ -158,7 +158,7 @@ class Machine:
         view = View(self._store)
         controllers = Controllers(self._store, view, self._addresses, NODE_KEY)
         async with asyncio.TaskGroup() as tasks:
-            kubelet = Kubelet(self.folder, self._addresses, self._surroundings, tasks)
+            kubelet = Kubelet(self.folder, self._addresses, self._environment, tasks)
             try:
                 while not self._stopped.is_set():
                     change = self._change

@@ -11,12 +11,12 @@ from typing import Any
 
 from tests.fakekube.machine.addresses import Addresses
 from tests.fakekube.machine.objects import DEFAULT_GRACE_S, POD, is_deleted, key_of, name_of, phase_of
-from tests.fakekube.machine.pod import Dependencies, Pod
+from tests.fakekube.machine.pod import Environment, Pod
 from tests.fakekube.store import Key, Missing, Object
 
 
 class Kubelet:
-    def __init__(self, folder: Path, addresses: Addresses, machine: Dependencies, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, folder: Path, addresses: Addresses, machine: Environment, tasks: asyncio.TaskGroup) -> None:
         self._folder = folder
         self._addresses = addresses
         self._machine = machine

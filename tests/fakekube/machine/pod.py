@@ -35,7 +35,7 @@ MAX_BACKOFF = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dependencies:
+class Environment:
     """What a pod has of its machine."""
 
     store: Store
@@ -85,7 +85,7 @@ class Container(ContainerState):
 class Pod:
     """Its processes, from the first to the last."""
 
-    def __init__(self, pod: Object, ip: str, folder: Path, logs: Path, machine: Dependencies) -> None:
+    def __init__(self, pod: Object, ip: str, folder: Path, logs: Path, machine: Environment) -> None:
         self.key = key_of(POD, pod)
         self.uid: str = pod["metadata"]["uid"]
         self.ip = ip

@@ -65,7 +65,7 @@ def test_what_is_seen_what_lives_and_what_is_no_fault_are_told_apart(tree: Path)
         "broken": ["BAD", "error"],
     }
     assert returncode == 1
-    assert "4 faults: 2 are seen, 2 of them by `make check`; 1 more are equivalent" in output
+    assert "4 faults: 2 are seen, 2 of them by unit and contract tests; 1 more are equivalent" in output
     assert (tree / "product.py").read_text() == PRODUCT, "faults are tried in copies"
 
 
