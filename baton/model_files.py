@@ -13,12 +13,8 @@ from baton.errors import ModelLoadError
 from baton.plain_files import MAX_BYTES, open_plain, parse_json, read_plain
 
 CAUSAL = "ForCausalLM"
-LLAMA_FAMILY = (
-    "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "flex_olmo", "gemma", "glm", "glm4", "granite",
-    "helium", "jais2", "llama", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmoe", "phi3",
-    "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
-"""Model types whose attention `paged_attention` computes; each is tested on a tiny random model."""
+CONTINUES_TEXT = (CAUSAL, "ForConditionalGeneration", "LMHeadModel")
+"""Ends of the names of architectures that may continue a text; the worker asks the model itself."""
 RUNNABLE_QUANTIZATIONS = ("fp8",)
 """Quantization methods whose weights transformers can dequantize by itself."""
 ELSEWHERE = ("configuration_files", "transformers_weights", "fusion_config")
@@ -38,6 +34,10 @@ MOST = {
 """Sizes in config.json that determine allocations before a weight is read, with the largest accepted values."""
 COUNTED, MOST_COUNTED = "num_", 2**16
 """Prefix and limit of numbers of layers, heads or labels; transformers creates an object for each of them."""
+BY_LAYER = frozenset({"intermediate_size"})
+"""Sizes that may be a list with one for each layer, as numbers may."""
+NEVER_NONE = frozenset({"num_attention_heads", "num_hidden_layers", "num_key_value_heads"})
+"""Numbers that are at least 1 in every model."""
 BYTES_OF = {"tokenizer.json": 2**28, "model.safetensors.index.json": 2**26}
 """Files that may be longer than `MAX_BYTES`."""
 UNAPPLIED_UNLESS: dict[str, Any] = {
@@ -108,10 +108,10 @@ def unapplied_recommendations(folder: Path) -> dict[str, Any]:
 
 
 def require_runnable(folder: Path) -> None:
-    """Reject a folder that this version cannot run.
+    """Reject a folder that this version cannot run, as far as its text files show it.
 
-    Rejected are files that are not plain files of the folder, and checkpoints that are not causal language models, need
-    custom code, or have an unsupported quantization or an adapter.
+    Rejected are files that are not plain files of the folder, and checkpoints that do not continue text, or have an
+    unsupported quantization or an adapter. Whether attention is supported, a worker asks the model (`engine.model`).
 
     Raises:
         ModelLoadError: it is such a checkpoint; the message names its kind.
@@ -119,7 +119,7 @@ def require_runnable(folder: Path) -> None:
     _require_plain(folder)
     path = folder / "config.json"
     config = read_json(path, required=True)
-    _require_known_type(path, config)
+    _require_type(path, config)
     _require_sizes(path, config)
     if (folder / "adapter_config.json").is_file():
         raise ModelLoadError(
@@ -129,10 +129,15 @@ def require_runnable(folder: Path) -> None:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
         raise ModelLoadError(f"architectures in {path} must be a list")
-    if architectures and not any(str(name).endswith(CAUSAL) for name in architectures):
+    if architectures and not any(str(name).endswith(CONTINUES_TEXT) for name in architectures):
         raise ModelLoadError(
-            f"{folder} holds a {architectures[0]}, which does not generate text; this version runs checkpoints of "
-            f"architectures that end in {CAUSAL}"
+            f"{folder} holds a {architectures[0]}, which does not continue a text token by token; this version runs "
+            f"architectures that end in {', '.join(CONTINUES_TEXT)}"
+        )
+    if config.get("is_encoder_decoder"):
+        raise ModelLoadError(
+            f"{folder} holds a model of type {config['model_type']!r} with an encoder for its input and a decoder for "
+            "its output, which this version does not run"
         )
     quantization = of_text(config, "quantization_config") or of_text(config, "compression_config")
     if not quantization:
@@ -157,27 +162,12 @@ def named_code(config: Mapping[str, Any]) -> str:
     return str(found[-1] if found else named)
 
 
-def _require_known_type(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelLoadError for a model type that does not run, or for fields that refer to other files."""
+def _require_type(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError for a configuration without a model type, or with fields that refer to other files."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
         said = "no model_type" if kind is None else "a model_type that is not a string"
-        raise ModelLoadError(f"{path} has {said}; this version runs models of type {', '.join(LLAMA_FAMILY)}")
-    runs = f"it runs models of type {', '.join(LLAMA_FAMILY)}"
-    if kind not in LLAMA_FAMILY:
-        if named := named_code(config):
-            raise ModelLoadError(
-                f"{path} names {named} for models of type {kind!r}, which is code of the model's folder; Baton runs "
-                f"none of it; {runs}"
-            )
-        raise ModelLoadError(
-            f"{path.parent} holds a model of type {kind[:100]!r}, which this version does not run; {runs}"
-        )
-    if config.get("text_config") is not None:
-        raise ModelLoadError(
-            f"{path} has text_config, as models of several kinds of input have, and models of type {kind!r} have none: "
-            "give the model's other config.json, or remove the field that is wrong"
-        )
+        raise ModelLoadError(f"{path} has {said}; give the config.json that belongs to the weights")
     for name in ELSEWHERE:
         if config.get(name) is not None:
             raise ModelLoadError(f"{path} has {name}, which this version does not follow; remove it")
@@ -185,13 +175,16 @@ def _require_known_type(path: Path, config: Mapping[str, Any]) -> None:
 
 def _require_sizes(path: Path, config: Mapping[str, Any]) -> None:
     """Raise ModelLoadError for a size in the configuration that is out of range."""
-    nested = config.get("text_config")
-    for values in (config, nested if isinstance(nested, dict) else {}):
+    for values in (config, *(nested for nested in config.values() if isinstance(nested, dict))):
         for name, value in values.items():
             most = MOST.get(name, MOST_COUNTED if name.startswith(COUNTED) else 0)
-            if most and value is not None and not (type(value) is int and 1 <= value <= most):
+            least = int(name in MOST or name in NEVER_NONE)
+            by_layer = isinstance(value, list) and (name in BY_LAYER or name.startswith(COUNTED))
+            several = value if by_layer else [value]
+            wrong = [each for each in several if not (type(each) is int and least <= each <= most)]
+            if most and value is not None and wrong:
                 raise ModelLoadError(
-                    f"{path} says {str(value)[:40]} as {name}; it must be a whole number from 1 to {most}"
+                    f"{path} says {str(wrong[0])[:40]} as {name}; it must be a whole number from {least} to {most}"
                 )
 
 

@@ -123,6 +123,8 @@ class KVSpec:
 
     groups: tuple[LayerGroup, ...]
     states: tuple[StateSpec, ...] = ()
+    reads: tuple[tuple[int, int], ...] = ()
+    """Layers without KV of their own, each with the layer whose KV it reads."""
 
     @property
     def block_size(self) -> int:

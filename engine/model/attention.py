@@ -19,7 +19,6 @@ other devices a batch contains decodes of equal length.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,8 +32,9 @@ from transformers import AttentionInterface
 from baton.blocks import num_blocks_for
 from engine.core.kv_spec import EMPTY_PLACE, LayerGroup
 from engine.core.runner import OnLayerDone, StepPart, ignore_layer
-from engine.model.attention_step import AttentionStep
+from engine.model.attention_step import AttentionStep, AttentionTerms
 from engine.model.kv_cache import KVCache, movable, rounded
+from engine.model.latent import LATENT, LatentHeads
 from engine.uploads import StepNumbers
 
 ATTENTION_NAME = "baton_paged"
@@ -82,8 +82,7 @@ class Decodes:
     """Range of their packed tokens."""
     padding: Padding | None
     positions: torch.Tensor
-    """`[decodes, 1, rows, 1]`: position of each row's token, the last one it may see. Decodes of one token have only
-    one row here, because all their rows are equal."""
+    """`[decodes, 1, tokens, 1]`: position of each token, the last one it may see, for as many tokens as the longest."""
 
     def rows(self, query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         """Return their queries from those of the step: `[heads, T, dim]` to `[decodes, kv_heads, rows, dim]`.
@@ -105,7 +104,7 @@ class Decodes:
         return tokens if self.padding is None else tokens.index_select(0, self.padding.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DecodeIndex:
     """Index tensors of decodes for one layer group."""
 
@@ -115,14 +114,22 @@ class DecodeIndex:
     """Number of token places in all blocks of a decode, including padding."""
     positions: torch.Tensor
     """See `Decodes.positions`."""
+    _seen: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    @functools.cached_property
-    def mask(self) -> torch.Tensor:
-        """Mask of the places that each row may see, `[decodes, 1, rows, places]`.
+    def seen(self, num_sharing: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the position of each row's token, `[decodes, 1, rows, 1]`, and the mask of the places that the row may
+        see, `[decodes, 1, rows, places]`. Decodes of one token have one row here, because all their rows are equal.
 
-        Created when the first layer needs it: the positions have been sent by then.
+        Created when the first layer of the group needs them: the positions have been sent by then.
+
+        Args:
+            num_sharing: query heads per KV head.
         """
-        return torch.arange(self.num_places, device=self.positions.device) <= self.positions
+        if self._seen is None:
+            is_one = self.positions.shape[2] == 1
+            positions = self.positions if is_one else self.positions.repeat_interleave(num_sharing, dim=2)
+            self._seen = positions, torch.arange(self.num_places, device=positions.device) <= positions
+        return self._seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,14 +155,7 @@ class StepContext:
     on_layer_done: OnLayerDone
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: AttentionTerms
     ) -> torch.Tensor:
         """See `AttentionStep.attend`."""
         index = self.cache.group_of(layer)
@@ -165,12 +165,14 @@ class StepContext:
         value_pages = pages[:, group.block_size * group.k_dim :]
         # Rounded before it is attended: a token sees the same values in whatever chunks the step computes.
         key, value = rounded(key, pages.dtype), rounded(value, pages.dtype)
-        _write(context, key_pages.view(-1, group.block_size, group.k_dim), key)
-        _write(context, value_pages.view(-1, group.block_size, group.v_dim), value)
-        report_written(self.cache, layer, self.on_layer_done)
+        if self.cache.keeps(layer):
+            _write(context, key_pages.view(-1, group.block_size, group.k_dim), key)
+            _write(context, value_pages.view(-1, group.block_size, group.v_dim), value)
+            report_written(self.cache, layer, self.on_layer_done)
 
         num_heads, num_tokens = query.shape[0], query.shape[1]
-        out = query.new_empty(num_tokens, num_heads, group.v_dim)
+        num_sharing = num_heads // group.num_kv_heads
+        out = query.new_empty(num_tokens, num_heads, group.k_dim if terms.is_latent else group.v_dim)
         for segment in context.segments:
             rows = slice(segment.row, segment.row + segment.num_tokens)
             if segment.num_tokens == segment.num_context:  # nothing is cached before it: K and V are complete
@@ -180,18 +182,22 @@ class StepContext:
                 keys = _gathered(key_pages, segment.pages).view(*of_head, group.k_dim)[:, : segment.num_context]
                 values = _gathered(value_pages, segment.pages).view(*of_head, group.v_dim)
                 values = values[:, : segment.num_context]
-            out[rows] = _attend_segment(
-                query[:, rows], keys, values, segment, scaling=scaling, sliding_window=sliding_window
-            )
+            keys, values = terms.given(keys.to(query.dtype), values.to(query.dtype))
+            out[rows] = _attend_segment(query[:, rows], keys, values, segment, terms)
         for decodes, at in zip(self.decodes, context.decodes, strict=True):
             shape = (len(decodes.parts), group.num_kv_heads, -1)
             keys = _gathered(key_pages, at.pages).view(*shape, group.k_dim).to(query.dtype)
             values = _gathered(value_pages, at.pages).view(*shape, group.v_dim).to(query.dtype)
-            mask = at.mask
-            if sliding_window is not None:
-                mask = mask & (torch.arange(keys.shape[2], device=keys.device) > at.positions - sliding_window)
+            keys, values = terms.given(keys, values)
+            positions, mask = at.seen(num_sharing)
+            if terms.sliding_window is not None:
+                mask = mask & (torch.arange(keys.shape[2], device=keys.device) > positions - terms.sliding_window)
             queries = decodes.rows(query, group.num_kv_heads)
-            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
+            of_rows = terms
+            if terms.sinks is not None:  # in the order of the rows: token by token, and the heads that share within
+                sinks = terms.sinks.view(group.num_kv_heads, 1, -1).expand(-1, queries.shape[2] // num_sharing, -1)
+                of_rows = terms._replace(sinks=sinks.reshape(group.num_kv_heads, -1, 1))
+            attended = _attended(queries, keys, values, mask, of_rows)
             out[decodes.tokens] = decodes.unpacked(attended, num_heads)
         return out
 
@@ -213,14 +219,10 @@ def set_step(step: AttentionStep) -> None:
 
 
 def step_context(
-    cache: KVCache, parts: Sequence[StepPart], num_sharing: int, on_layer_done: OnLayerDone, numbers: StepNumbers
+    cache: KVCache, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers
 ) -> StepContext:
-    """See `Attention.step`.
-
-    Args:
-        num_sharing: query heads per KV head.
-    """
-    decodes = tuple(_decodes(parts, num_sharing, numbers))
+    """See `Attention.step`."""
+    decodes = tuple(_decodes(parts, numbers))
     groups = range(len(cache.spec.groups))
     return StepContext(
         cache=cache,
@@ -230,7 +232,7 @@ def step_context(
     )
 
 
-def _decodes(parts: Sequence[StepPart], num_sharing: int, numbers: StepNumbers) -> Iterator[Decodes]:
+def _decodes(parts: Sequence[StepPart], numbers: StepNumbers) -> Iterator[Decodes]:
     """Yield the decodes of a step, grouped into batches that are attended together."""
     begin = 0
     for length, alike in groupby(parts, lambda part: _decode_length(part, numbers.device)):
@@ -238,7 +240,7 @@ def _decodes(parts: Sequence[StepPart], num_sharing: int, numbers: StepNumbers) 
         counts = torch.tensor([len(part.token_ids) for part in batch])
         end = begin + int(counts.sum())
         if length:
-            positions = numbers.put(_row_positions(batch, num_sharing))
+            positions = numbers.put(_positions(batch))
             yield Decodes(batch, slice(begin, end), Padding.of(counts, numbers), positions)
         begin = end
 
@@ -289,14 +291,12 @@ def _decode_index(
     return DecodeIndex(numbers.put(pages), width * layers.block_size, decodes.positions)
 
 
-def _row_positions(parts: Sequence[StepPart], num_sharing: int) -> torch.Tensor:
+def _positions(parts: Sequence[StepPart]) -> torch.Tensor:
     """Return `Decodes.positions`, on the CPU."""
     begins = torch.tensor([part.num_computed_tokens for part in parts])[:, None]
     ends = torch.tensor([part.end for part in parts])[:, None]
     longest = int((ends - begins).max())
-    positions = torch.minimum(begins + torch.arange(longest), ends - 1)
-    rows = positions if longest == 1 else positions.repeat_interleave(num_sharing, dim=1)
-    return rows[:, None, :, None]
+    return torch.minimum(begins + torch.arange(longest), ends - 1)[:, None, :, None]
 
 
 def blocks_of(part: StepPart, group: int, layers: LayerGroup) -> tuple[int, ...]:
@@ -337,15 +337,26 @@ def paged_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of one layer; the signature is transformers'.
+
+    Other arguments were checked when the model was asked (`asking`).
 
     Returns:
         `[1, T, heads, v_dim]`, and no attention weights.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = _STEP.get().attend(layer, query[0], key[0], value[0], scaling=scaling, sliding_window=sliding_window)
+    latent: LatentHeads | None = getattr(module, LATENT, None)
+    terms = AttentionTerms(scaling, sliding_window, softcap, s_aux, latent is not None)
+    if latent is None:
+        out = _STEP.get().attend(layer, query[0], key[0], value[0], terms)
+    else:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = _STEP.get().attend(layer, latent.absorbed(query[0]), key[0], value[0], terms._replace(scaling=scaling))
+        out = latent.restored(out)
     return out.unsqueeze(0), None
 
 
@@ -361,13 +372,7 @@ def _gathered(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_segment(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    segment: Segment,
-    *,
-    scaling: float | None,
-    sliding_window: int | None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: Segment, terms: AttentionTerms
 ) -> torch.Tensor:
     """Return the causal attention of one segment's queries, its last tokens: `[num_tokens, heads, v_dim]`.
 
@@ -376,17 +381,47 @@ def _attend_segment(
     written to memory.
     """
     grouped = query.view(len(keys), -1, *query.shape[1:])
-    keys, values = (side.to(query.dtype).unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for side in (keys, values))
+    keys, values = (side.unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for side in (keys, values))
     mask = None
-    is_causal = segment.num_tokens == segment.num_context and sliding_window is None
-    if not is_causal:
+    window, is_whole = terms.sliding_window, segment.num_tokens == segment.num_context
+    if not (is_whole and window is None and terms.is_plain):
         at = torch.arange(segment.num_context, device=query.device)
         query_at = at[segment.num_context - segment.num_tokens :, None]
         mask = at[None] <= query_at
-        if sliding_window is not None:
-            mask &= at[None] > query_at - sliding_window
-    attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=is_causal, scale=scaling)
-    return attended.flatten(0, 1).transpose(0, 1)
+        if window is not None:
+            mask &= at[None] > query_at - window
+    if terms.sinks is not None:
+        terms = terms._replace(sinks=terms.sinks.view(*grouped.shape[:2], 1, 1))
+    return _attended(grouped, keys, values, mask, terms).flatten(0, 1).transpose(0, 1)
+
+
+def _attended(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    terms: AttentionTerms,
+) -> torch.Tensor:
+    """Return the attention of queries, `[..., rows, k_dim]`, over keys, `[..., places, k_dim]`: `[..., rows, v_dim]`.
+
+    Args:
+        mask: places that each row may see; None: those up to its own, of as many rows as there are places.
+        terms: how scores are computed; its sinks broadcast to `[..., rows, 1]`.
+    """
+    if terms.is_plain:
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=terms.scaling
+        )
+    assert mask is not None
+    scaling = queries.shape[-1] ** -0.5 if terms.scaling is None else terms.scaling
+    scores = (queries @ keys.transpose(-2, -1)).float() * scaling
+    if terms.softcap is not None:
+        scores = torch.tanh(scores / terms.softcap) * terms.softcap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if terms.sinks is not None:
+        scores = torch.cat([scores, terms.sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
+    shares = scores.softmax(-1)[..., : keys.shape[-2]]
+    return shares.to(values.dtype) @ values
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -18,9 +18,10 @@ from baton.errors import ModelLoadError, in_one_line
 from engine.core.kv_spec import FP8, KVSpec
 from engine.core.runner import OnLayerDone, StepPart
 from engine.model.attention import step_context
-from engine.model.attention_probe import PROBE_ROOM, is_batch_invariant, largest_difference, probe_cache
+from engine.model.attention_probe import PROBE_ROOM, ProbedHeads, is_batch_invariant, largest_difference, probe_cache
 from engine.model.attention_step import Attention, AttentionStep
 from engine.model.kv_cache import KVCache
+from engine.model.shapes import ModelShape
 from engine.model.table_rows import TableRoom
 from engine.uploads import StepNumbers
 
@@ -49,7 +50,6 @@ class TorchAttention:
     """`Attention` by `torch.nn.functional.scaled_dot_product_attention`."""
 
     cache: KVCache
-    num_sharing: int
     reason: str = ""
     """Reason why the kernels are not used."""
     name = "torch"
@@ -57,7 +57,7 @@ class TorchAttention:
 
     def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> AttentionStep:
         """See `Attention.step`."""
-        return step_context(self.cache, parts, self.num_sharing, on_layer_done, numbers)
+        return step_context(self.cache, parts, on_layer_done, numbers)
 
 
 class AttentionWish(NamedTuple):
@@ -70,13 +70,13 @@ class AttentionWish(NamedTuple):
 
 
 def attention_of(
-    cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, wish: AttentionWish
+    cache: KVCache, shape: ModelShape, dtype: torch.dtype, room: TableRoom, wish: AttentionWish
 ) -> Attention:
     """Return the attention of a rank, and log the choice with its reason.
 
     Args:
         cache: the rank's cache.
-        num_sharing: query heads per KV head.
+        shape: attention of the model's layers.
         dtype: data type of the model's computation.
         room: maximum size of the block tables that stay on the device.
         wish: requirements of the settings.
@@ -84,17 +84,19 @@ def attention_of(
     Raises:
         ModelLoadError: the required attention is not available.
     """
-    reason, level = why_not_kernels(cache.spec, num_sharing, dtype, cache.device), logging.INFO
+    reason, level = why_not_kernels(cache.spec, shape, dtype, cache.device), logging.INFO
+    sharing = shape.sharing(cache.spec)
+    heads = ProbedHeads(sharing, shape.honours)
     if wish.by_flashinfer:
-        reason = reason or why_not_flashinfer(cache.spec, dtype)
+        reason = reason or why_not_flashinfer(cache.spec, shape, dtype)
     if reason is None:
         try:
-            by_kernels = _by_kernels(cache, num_sharing, dtype, room, wish)
+            by_kernels = _by_kernels(cache, sharing, dtype, room, wish)
             probed = probe_cache(cache.spec, cache.device)
-            torchs = TorchAttention(probed, num_sharing)
-            proven = _by_kernels(probed, num_sharing, dtype, PROBE_ROOM, wish)
-            difference = max(largest_difference(probed, num_sharing, dtype, (torchs, way)) for way in proven.ways())
-            is_kept = not wish.is_invariant or is_batch_invariant(probed, num_sharing, dtype, proven)
+            torchs = TorchAttention(probed)
+            proven = _by_kernels(probed, sharing, dtype, PROBE_ROOM, wish)
+            difference = max(largest_difference(probed, heads, dtype, (torchs, way)) for way in proven.ways())
+            is_kept = not wish.is_invariant or is_batch_invariant(probed, heads, dtype, proven)
         except Exception as error:  # from a compiler or a driver
             reason, level = f"the kernels do not run here: {in_one_line(error)}", logging.WARNING
         else:
@@ -109,19 +111,19 @@ def attention_of(
     if wish.by_flashinfer:
         raise ModelLoadError(f"engine.attention flashinfer is not available: {reason}; set it to auto")
     logger.log(level, "attention is torch's own: %s", reason)
-    return TorchAttention(cache, num_sharing, reason)
+    return TorchAttention(cache, reason)
 
 
 def _by_kernels(
-    cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, wish: AttentionWish
+    cache: KVCache, sharing: tuple[int, ...], dtype: torch.dtype, room: TableRoom, wish: AttentionWish
 ) -> KernelAttention:
     if wish.by_flashinfer:
         from engine.model.flashinfer_attention import FlashInferAttention
 
-        return FlashInferAttention(cache, num_sharing, dtype, room)
+        return FlashInferAttention(cache, sharing, dtype, room)
     from engine.model.kernel_attention import KernelAttention
 
-    return KernelAttention(cache, num_sharing, dtype, room, is_invariant=wish.is_invariant)
+    return KernelAttention(cache, sharing, dtype, room, is_invariant=wish.is_invariant)
 
 
 def decode_graphs(model: Any, attention: Attention, engine: EngineConfig) -> DecodeGraphs | str:
@@ -141,13 +143,15 @@ def decode_graphs(model: Any, attention: Attention, engine: EngineConfig) -> Dec
     return graphs_of(model, attention)
 
 
-def why_not_kernels(spec: KVSpec, num_sharing: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def why_not_kernels(spec: KVSpec, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why the kernels cannot be used; None: they can, if they run."""
     computed, pages = str(dtype).removeprefix("torch."), {group.dtype for group in spec.groups}
     dims = {dim for group in spec.groups for dim in (group.k_dim, group.v_dim)}
+    num_sharing = max(shape.sharing(spec))
     reasons = {
         "the device is no NVIDIA GPU": device.type != "cuda",
         "Triton is not installed": importlib.util.find_spec("triton") is None,
+        "layers keep latents (MLA)": any(layer.is_latent for layer in shape.layers),
         f"heads have {max(dims)} dimensions, more than {MAX_DIM}": max(dims) > MAX_DIM,
         f"{num_sharing} query heads share a KV head, more than {MAX_SHARING}": num_sharing > MAX_SHARING,
         f"the model computes in {computed}, its pages are of {', '.join(sorted(pages))}": not pages <= {computed, FP8},
@@ -161,12 +165,13 @@ def why_not_kernels(spec: KVSpec, num_sharing: int, dtype: torch.dtype, device: 
     return None
 
 
-def why_not_flashinfer(spec: KVSpec, dtype: torch.dtype) -> str | None:
+def why_not_flashinfer(spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> str | None:
     """Return why FlashInfer cannot decode although the kernels can be used; None: it can, if it runs."""
     computed = str(dtype).removeprefix("torch.")
     reasons = {
         "it is not installed (pip install flashinfer-python)": importlib.util.find_spec("flashinfer") is None,
         f"it does not compute in {computed}": computed not in FLASHINFER_TYPES,
+        f"layers ask for {' and '.join(sorted(shape.honours))}": bool(shape.honours),
         "the heads of keys and of values differ in size": any(group.k_dim != group.v_dim for group in spec.groups),
         f"pages are not of the model's {computed}": any(group.dtype != computed for group in spec.groups),
     }

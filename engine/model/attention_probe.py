@@ -5,8 +5,9 @@ implementations.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from baton.blocks import num_blocks_for
 from baton.sampling import SamplingParams
 from engine.core.kv_spec import KVSpec, LayerGroup
 from engine.core.runner import StepPart, ignore_layer
-from engine.model.attention_step import Attention
+from engine.model.attention_step import Attention, AttentionTerms
 from engine.model.kv_cache import KVCache
 from engine.model.table_rows import TableRoom
 from engine.uploads import StepNumbers
@@ -29,8 +30,26 @@ CUTS = (
     ((1, 3, 250), (1, 5, 128)),
 )
 """Divisions of one sequence into parts that are attended together with others: chunks, decodes, and drafts."""
-PROBE_ROOM, WINDOW = TableRoom(num_sequences=4, num_tokens=301), 37
+PROBE_ROOM = TableRoom(num_sequences=4, num_tokens=301)
+WINDOW, CAP = 37, 2.0
 _GREEDY = SamplingParams(temperature=0.0)
+
+
+class ProbedHeads(NamedTuple):
+    """What the attention of a model's layers is probed with."""
+
+    sharing: tuple[int, ...]
+    """Query heads per KV head, of each layer group."""
+    honours: frozenset[str] = frozenset()
+    """See `ModelShape.honours`."""
+
+    def terms(self, num_heads: int, generator: torch.Generator) -> Iterator[AttentionTerms]:
+        """Yield the terms of layers without and with a window."""
+        sinks = (
+            torch.randn(num_heads, generator=generator, device=generator.device) if "s_aux" in self.honours else None
+        )
+        for window in (None, WINDOW):
+            yield AttentionTerms(None, window, CAP if "softcap" in self.honours else None, sinks)
 
 
 def probe_cache(spec: KVSpec, device: torch.device) -> KVCache:
@@ -44,7 +63,7 @@ def probe_cache(spec: KVSpec, device: torch.device) -> KVCache:
 
 @torch.inference_mode()
 def largest_difference(
-    cache: KVCache, num_sharing: int, dtype: torch.dtype, ways: tuple[Attention, Attention]
+    cache: KVCache, heads: ProbedHeads, dtype: torch.dtype, ways: tuple[Attention, Attention]
 ) -> float:
     """Return the largest difference between the results of two attentions; infinity: some results are not numbers.
 
@@ -52,7 +71,7 @@ def largest_difference(
 
     Args:
         cache: a `probe_cache`, which both use.
-        num_sharing: query heads per KV head.
+        heads: see `ProbedHeads`.
         dtype: data type of the model's computation.
         ways: the two attentions.
     """
@@ -63,35 +82,35 @@ def largest_difference(
         num_tokens = sum(len(part.token_ids) for part in parts)
         for layer, group in enumerate(cache.spec.groups):
             _fill(cache.groups[layer], generator)
-            new = _drawn(group, num_sharing, num_tokens, dtype, generator)
-            for window in (None, WINDOW):
-                one, other = (_attended(cache, way, parts, layer, (new, window)) for way in ways)
+            new = _drawn(group, heads.sharing[layer], num_tokens, dtype, generator)
+            for terms in heads.terms(len(new[0]), generator):
+                one, other = (_attended(cache, way, parts, layer, (new, terms)) for way in ways)
                 difference = (one - other).abs().amax().item()
                 found = math.inf if math.isnan(difference) else max(found, difference)
     return found
 
 
 @torch.inference_mode()
-def is_batch_invariant(cache: KVCache, num_sharing: int, dtype: torch.dtype, way: Attention) -> bool:
+def is_batch_invariant(cache: KVCache, heads: ProbedHeads, dtype: torch.dtype, way: Attention) -> bool:
     """Return whether tokens are bit-identical in one prompt, in chunks, as decodes, as drafts and in larger batches.
 
     Args:
         cache: a `probe_cache`, which the attention uses.
-        num_sharing: query heads per KV head.
+        heads: see `ProbedHeads`.
         dtype: data type of the model's computation.
         way: the attention.
     """
     generator = torch.Generator(cache.device).manual_seed(0)
     for layer, group in enumerate(cache.spec.groups):
         _fill(cache.groups[layer], generator)
-        new = _drawn(group, num_sharing, PROBE_ROOM.num_tokens, dtype, generator)
-        for window in (None, WINDOW):
-            whole = _attended(cache, way, [_part(cache, 0, PROBE_ROOM.num_tokens, 0, 0)], layer, (new, window))
+        new = _drawn(group, heads.sharing[layer], PROBE_ROOM.num_tokens, dtype, generator)
+        for terms in heads.terms(len(new[0]), generator):
+            whole = _attended(cache, way, [_part(cache, 0, PROBE_ROOM.num_tokens, 0, 0)], layer, (new, terms))
             for shapes in CUTS:
                 parts = [_part(cache, 0, *shape)._replace(sequence_key=key) for key, shape in enumerate(shapes)]
                 tokens = torch.cat([torch.arange(part.num_computed_tokens, part.end) for part in parts])
                 cut = [one[:, tokens.to(cache.device)] for one in new]
-                if not _attended(cache, way, parts, layer, (cut, window)).equal(whole[tokens.to(cache.device)]):
+                if not _attended(cache, way, parts, layer, (cut, terms)).equal(whole[tokens.to(cache.device)]):
                     return False
     return True
 
@@ -113,13 +132,17 @@ def _drawn(
 
 
 def _attended(
-    cache: KVCache, way: Attention, parts: Sequence[StepPart], layer: int, asked: tuple[list[torch.Tensor], int | None]
+    cache: KVCache,
+    way: Attention,
+    parts: Sequence[StepPart],
+    layer: int,
+    asked: tuple[list[torch.Tensor], AttentionTerms],
 ) -> torch.Tensor:
     numbers = StepNumbers(cache.device)
     step = way.step(parts, ignore_layer, numbers)
     numbers.send()
-    (query, key, value), window = asked
-    return step.attend(layer, query, key, value, scaling=None, sliding_window=window).float()
+    (query, key, value), terms = asked
+    return step.attend(layer, query, key, value, terms).float()
 
 
 def _part(cache: KVCache, number: int, num_known: int, num_drafts: int, num_computed: int) -> StepPart:

@@ -27,6 +27,7 @@ from engine.model.attention_step import Attention
 from engine.model.kernel_attention import KernelAttention, KernelStep
 from engine.model.last_tokens import Filling
 from engine.model.rank_step import RankStep
+from engine.model.shapes import FIXED_LENGTH, ropes_of
 from engine.uploads import StepNumbers
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,8 @@ class DecodeGraphs:
 def graphs_of(model: Any, attention: Attention, capture: Capture | None = None) -> DecodeGraphs | str:
     """Return a rank's graphs, or the reason why there are none, and log it. Arguments as for `DecodeGraphs`."""
     assert isinstance(attention, KernelAttention)
-    if (kind := model.config.rope_parameters["rope_type"]) in ("dynamic", "longrope"):
+    kinds = {rope.get("rope_type") for rope in ropes_of(model.config.get_text_config(decoder=True))}
+    if kind := next((kind for kind in FIXED_LENGTH if kind in kinds), None):
         reason = f"with RoPE of type {kind} the host looks at the positions"
         logger.info("decode steps are no CUDA graphs: %s", reason)
         return reason

@@ -70,15 +70,15 @@ class FlashInferAttention(KernelAttention):
 
     Args:
         cache: this rank's cache, with pages of the model's data type, K and V of the same size.
-        num_sharing: query heads per KV head.
+        sharing: query heads per KV head, of each layer group.
         dtype: data type of the model's computation.
         room: maximum size of the block tables.
     """
 
     name = "flashinfer"
 
-    def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom) -> None:
-        super().__init__(cache, num_sharing, dtype, room)
+    def __init__(self, cache: KVCache, sharing: Sequence[int], dtype: torch.dtype, room: TableRoom) -> None:
+        super().__init__(cache, sharing, dtype, room)
         self.dtype = dtype
         self.workspace = _workspace(cache.device)
         self._as_in_graphs = False

@@ -10,6 +10,7 @@ modules stay transformers' own.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -103,7 +104,7 @@ class _Fusing:
         for name, module in self._of_kind("Norm"):
             self._put(name, module, parts.norm_of(module, self._draw))
         rotary = next((module for _, module in self._of_kind("RotaryEmbedding")), None)
-        if rotary is not None:
+        if rotary is not None and "layer_type" not in inspect.signature(rotary.forward).parameters:
             for name, module in self._of_kind("Attention"):
                 self._put(name, module, parts.attention_of_layer(module, rotary, self._draw))
         for name, module in self._of_kind("MLP"):

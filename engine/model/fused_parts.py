@@ -65,8 +65,10 @@ def attention_of_layer(module: nn.Module, rotary: nn.Module, draw: Draw) -> Fuse
         first = heard(module, *_rotated(width[0], 1, 1.0, rotary, draw))
         query, key, value = first.given
         shape = AttentionShape(
-            first.layer, len(query), len(key), query.shape[-1], first.scaling, first.sliding_window, rotates
+            first.layer, len(query), len(key), query.shape[-1], first.terms.scaling, first.terms.sliding_window, rotates
         )
+        if not first.terms.is_plain or first.terms.is_latent:
+            return "its attention has terms that the replacement does not pass on"
         if value.shape != key.shape or (len(query) + 2 * len(key)) * shape.dim != width[1]:
             return OTHER_PARTS
         if both is not None and {len(norm.weight) for norm in both} != {shape.dim}:
@@ -132,7 +134,7 @@ def _attention_difference(module: nn.Module, found: FusedAttention, rotary: nn.M
     for num_tokens, scale in SIZES:
         given = _rotated(_width_of(found.qkv_proj)[0], num_tokens, scale, rotary, draw)
         one, other = heard(found, *given), heard(module, *given)
-        if one[1:4] != other[1:4]:
+        if one[1:3] != other[1:3]:
             return float("inf")
         pairs = zip((one.found, *one.given), (other.found, *other.given), strict=True)
         most = max(most, *(largest_ratio(*pair) for pair in pairs))

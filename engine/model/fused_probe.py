@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from engine.model.attention import set_step
+from engine.model.attention_step import AttentionTerms
 
 SIZES = ((1, 1.0), (6, 8.0), (6, 0.01))
 """Number of tokens and magnitude of each probe: beyond a single clipped range, and some as small as an eps."""
@@ -27,8 +28,7 @@ class Heard(NamedTuple):
     found: torch.Tensor
     """`[1, T, hidden]`."""
     layer: int
-    scaling: float | None
-    sliding_window: int | None
+    terms: AttentionTerms
     given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """Queries, `[heads, T, dim]`, keys and values."""
 
@@ -40,17 +40,10 @@ class _Listening:
         self.asked: list[tuple[Any, ...]] = []
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: AttentionTerms
     ) -> torch.Tensor:
         """See `AttentionStep.attend`."""
-        self.asked.append((layer, scaling, sliding_window, (query.clone(), key.clone(), value.clone())))
+        self.asked.append((layer, terms, (query.clone(), key.clone(), value.clone())))
         return query.transpose(0, 1).contiguous()
 
 
@@ -109,8 +102,8 @@ def heard(module: nn.Module, hidden: torch.Tensor, embeddings: tuple[torch.Tenso
         return found
 
     found = contextvars.copy_context().run(run)
-    ((layer, scaling, sliding_window, given),) = step.asked
-    return Heard(found, layer, scaling, sliding_window, given)
+    ((layer, terms, given),) = step.asked
+    return Heard(found, layer, terms, given)
 
 
 def through(

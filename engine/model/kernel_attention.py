@@ -17,6 +17,7 @@ import torch
 from engine.core.kv_spec import LayerGroup
 from engine.core.runner import OnLayerDone, StepPart, ignore_layer
 from engine.model.attention import report_written
+from engine.model.attention_step import AttentionTerms
 from engine.model.kernels import (
     NO_WINDOW,
     HeadShape,
@@ -73,31 +74,22 @@ class KernelStep:
     """Tokens at its end that another library attends; None: the kernels attend all."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: AttentionTerms
     ) -> torch.Tensor:
         """See `AttentionStep.attend`."""
         cache = self.attention.cache
         group = cache.group_of(layer)
         shape, index, pages = self.attention.shapes[group], self.indices[group], cache.layer(layer)
-        write_pages(shape, pages, key, value, index.new)
-        report_written(cache, layer, self.on_layer_done)
+        if cache.keeps(layer):
+            write_pages(shape, pages, key, value, index.new)
+            report_written(cache, layer, self.on_layer_done)
         out = query.new_empty(query.shape[1], query.shape[0], shape.v_dim)
-        scaling = 1 / math.sqrt(shape.k_dim) if scaling is None else scaling
         for tiles in index.tiles:
-            attend_tiles(
-                shape, pages, query, out,
-                tables=index.new.tables, tiles=tiles, scaling=scaling, window=sliding_window,
-            )  # fmt: skip
+            attend_tiles(shape, pages, query, out, tables=index.new.tables, tiles=tiles, terms=terms)
         if self.decoded is not None:
             begin = len(out) - self.decoded.num_tokens
-            self.decoded.attend(layer, query.transpose(0, 1)[begin:], out[begin:], scaling, sliding_window)
+            scaling = 1 / math.sqrt(shape.k_dim) if terms.scaling is None else terms.scaling
+            self.decoded.attend(layer, query.transpose(0, 1)[begin:], out[begin:], scaling, terms.sliding_window)
         return out
 
 
@@ -106,7 +98,7 @@ class KernelAttention:
 
     Args:
         cache: this rank's cache.
-        num_sharing: query heads per KV head.
+        sharing: query heads per KV head, of each layer group.
         dtype: data type of the model's computation.
         room: maximum size of the block tables.
         is_invariant: see `HeadShape.is_invariant`.
@@ -119,12 +111,15 @@ class KernelAttention:
     needs_numbers = False  # masked values are not loaded
 
     def __init__(
-        self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, *, is_invariant: bool = False
+        self, cache: KVCache, sharing: Sequence[int], dtype: torch.dtype, room: TableRoom, *, is_invariant: bool = False
     ) -> None:
         self.cache = cache
         self.rows = TableRows(cache.spec, cache.device, room)
         capability = _capability_of(cache.device)
-        shapes = (_head_shape(group, num_sharing, dtype, capability) for group in cache.spec.groups)
+        shapes = (
+            _head_shape(group, shared, dtype, capability)
+            for group, shared in zip(cache.spec.groups, sharing, strict=True)
+        )
         self.shapes = tuple(replace(shape, is_invariant=is_invariant) for shape in shapes)
 
     def ways(self) -> Sequence[KernelAttention]:

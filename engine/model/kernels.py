@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.model.attention_step import AttentionTerms
 from engine.model.tilings import Tiling, tilings_of
 
 NUM_SHARES = 16
@@ -38,6 +39,8 @@ WRITE_TOKENS = 16
 """Tokens that a program writes."""
 NO_WINDOW = 1 << 30
 LOG2_E = math.log2(math.e)
+BASE = tl.constexpr(LOG2_E)
+"""Factor of scores for the exponentials of 2, for kernels."""
 _VARIED = ("tables", "rows", "places", "tiles")
 """Arguments whose addresses change from step to step. Specialized kernels for their alignment would be compiled while
 serving."""
@@ -110,9 +113,9 @@ def _weighed(scores, peak, scale):
 
 @triton.jit
 def _look(
-    asked, peak, total, found, pages, block, start, oldest, end, at, window, scale,
+    asked, peak, total, found, pages, block, start, oldest, end, at, window, scale, cap_scale,
     PAGES: tl.constexpr, BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, KEYS: tl.constexpr, IS_EDGE: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, KEYS: tl.constexpr, IS_CAPPED: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """Update each row's maximum score, sum of weights and weighted values with some keys.
 
@@ -129,6 +132,8 @@ def _look(
     there = page + (place % BLOCK) * K_DIM
     keys = tl.load(pages + there[:, None] + k_dim[None, :], mask=mask, other=0.0).to(asked.dtype)
     scores = tl.dot(asked, tl.trans(keys), input_precision="ieee")
+    if IS_CAPPED:  # the hyperbolic tangent, which not every version of Triton has
+        scores = 2 * tl.sigmoid(2 * cap_scale * scores) - 1
     if IS_EDGE:
         is_seen = is_key[None, :] & (place[None, :] <= at[:, None]) & (place[None, :] > at[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
@@ -145,9 +150,10 @@ def _look(
 
 @triton.jit
 def _look_over(
-    asked, pages, table, first, end, position, at, window, scale,
+    asked, pages, table, first, end, position, at, window, scale, cap_scale,
     PAGES: tl.constexpr, BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr, KEYS: tl.constexpr, IS_WHOLE: tl.constexpr, IN_ORDER: tl.constexpr,
+    V_WIDTH: tl.constexpr, KEYS: tl.constexpr, IS_CAPPED: tl.constexpr, IS_WHOLE: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):  # fmt: skip
     """Process the keys from `first` to `end`, which are all keys of a tile if it `IS_WHOLE`.
 
@@ -169,8 +175,8 @@ def _look_over(
         for start in range(inner, inner + num_inner, KEYS):
             next_block = _blocks_of(table, start + KEYS, end, KEYS, BLOCK)
             peak, total, found = _look(
-                asked, peak, total, found, pages, block, start, oldest, end, at, window, scale,
-                PAGES, BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, False,
+                asked, peak, total, found, pages, block, start, oldest, end, at, window, scale, cap_scale,
+                PAGES, BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, IS_CAPPED, False,
             )  # fmt: skip
             block = next_block
     block = _blocks_of(table, first, end, KEYS, BLOCK)
@@ -183,8 +189,8 @@ def _look_over(
         else:
             next_block = _blocks_of(table, start + KEYS, end, KEYS, BLOCK)
         peak, total, found = _look(
-            asked, peak, total, found, pages, block, start, oldest, end, at, window, scale,
-            PAGES, BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, True,
+            asked, peak, total, found, pages, block, start, oldest, end, at, window, scale, cap_scale,
+            PAGES, BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, IS_CAPPED, True,
         )  # fmt: skip
         block = next_block
     return peak, total, found
@@ -192,12 +198,16 @@ def _look_over(
 
 @triton.jit(do_not_specialize=("table_stride", "window", "num_shares"), do_not_specialize_on_alignment=_VARIED)
 def attend(
-    query, pages, out, peaks, sums, tables, tiles, table_stride, query_head, query_token, scale, window, num_shares,
+    query, pages, out, peaks, sums, sinks, tables, tiles,
+    table_stride, query_head, query_token, scale, cap_scale, window, num_shares,
     KV_HEADS: tl.constexpr, SHARING: tl.constexpr, BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    SHARES: tl.constexpr, SHARE: tl.constexpr, IN_ORDER: tl.constexpr,
+    SHARES: tl.constexpr, SHARE: tl.constexpr, IS_CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, IN_ORDER: tl.constexpr,
 ):  # fmt: skip
     """Attend the rows of a tile over its keys.
+
+    Scores are multiplied by `scale`, which includes the base of the exponentials; with a cap first by `cap_scale`, then
+    limited to 1. `sinks` is `[heads]`.
 
     `out` is `[T, heads, V_DIM]`, or with several shares `[T, heads, num_shares, V_DIM]`, not yet divided by `sums`;
     `peaks` and `sums` are `[T, heads, num_shares]`. Programs take the shares of a tile in turn. The last tiles go
@@ -228,11 +238,18 @@ def attend(
     for share in range(first_share, num_filled, num_programs):
         first = begin + share * keys_each
         peak, total, found = _look_over(
-            asked, pages, table, first, tl.minimum(end, first + keys_each), position, at, window, scale,
-            KV_HEADS * BLOCK * (K_DIM + V_DIM), BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, SHARES == 1, IN_ORDER,
+            asked, pages, table, first, tl.minimum(end, first + keys_each), position, at, window, scale, cap_scale,
+            KV_HEADS * BLOCK * (K_DIM + V_DIM), BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, IS_CAPPED, SHARES == 1,
+            IN_ORDER,
         )  # fmt: skip
         there = line
         if SHARES == 1:
+            if HAS_SINKS:
+                sink = tl.load(sinks + shared).to(tl.float32) * BASE
+                level = tl.maximum(peak, sink)
+                faded = tl.exp2(peak - level)
+                found = found * faded[:, None]
+                total = total * faded + tl.exp2(sink - level)
             found = found / tl.where(total > 0.0, total, 1.0)[:, None]
         else:
             there = line * num_shares + share
@@ -243,9 +260,9 @@ def attend(
 
 @triton.jit(do_not_specialize=("window", "num_shares"), do_not_specialize_on_alignment=_VARIED)
 def combine(
-    shares, peaks, sums, out, tiles, window, num_shares,
+    shares, peaks, sums, out, sinks, tiles, window, num_shares,
     HEADS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, KEYS: tl.constexpr,
-    SHARES: tl.constexpr, SHARE: tl.constexpr,
+    SHARES: tl.constexpr, SHARE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the shares of the tokens of a tile and one head.
 
@@ -266,8 +283,13 @@ def combine(
         peak = tl.load(peaks + at, mask=is_share, other=float("-inf"))
         total = tl.load(sums + at, mask=is_share, other=0.0)
         highest = tl.max(peak, 0)
+        if HAS_SINKS:
+            sink = tl.load(sinks + tl.program_id(1)).to(tl.float32) * BASE
+            highest = tl.maximum(highest, sink)
         faded = tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest))
         total = tl.sum(total * faded, 0)
+        if HAS_SINKS:
+            total += tl.exp2(sink - highest)
         found = tl.sum(found * faded[:, None], 0) / tl.where(total > 0.0, total, 1.0)
         tl.store(out + line * V_DIM + v_dim, found.to(out.dtype.element_ty), mask=v_dim < V_DIM)
 
@@ -344,9 +366,13 @@ def write_pages(
 
 def attend_tiles(
     shape: HeadShape, pages: torch.Tensor, query: torch.Tensor, out: torch.Tensor, *,
-    tables: torch.Tensor, tiles: Tiles, scaling: float, window: int | None,
+    tables: torch.Tensor, tiles: Tiles, terms: AttentionTerms,
 ) -> None:  # fmt: skip
     """Attend queries, `[heads, T, k_dim]`, over one layer's pages, and write into `out`, `[T, heads, v_dim]`."""
+    scaling = 1 / math.sqrt(shape.k_dim) if terms.scaling is None else terms.scaling
+    window, cap = terms.sliding_window or NO_WINDOW, terms.softcap
+    sinks, of_sinks = query if terms.sinks is None else terms.sinks, {"HAS_SINKS": terms.sinks is not None}
+    scale, cap_scale = (scaling * LOG2_E, 0.0) if cap is None else (cap * LOG2_E, scaling / cap)
     query = _with_close_dims(query)
     tiling = shape.tiling(of_one_token=tiles.of_one_token, is_shared=tiles.num_shares > 0)
     size = (len(out), query.shape[0], tiles.num_shares)
@@ -354,12 +380,13 @@ def attend_tiles(
     if tiles.num_shares:
         found, peaks, sums = (out.new_empty(one, dtype=torch.float32) for one in ((*size, shape.v_dim), size, size))
     division = {"KEYS": tiling.keys, "SHARES": NUM_SHARES if tiles.num_shares else 1, "SHARE": SHARE_KEYS}
-    numbers = (tables.stride(0), *query.stride()[:2], scaling * LOG2_E, window or NO_WINDOW, tiles.num_shares)
+    numbers = (tables.stride(0), *query.stride()[:2], scale, cap_scale, window, tiles.num_shares)
+    kind = {"SHARING": shape.num_sharing, "ROWS": tiling.rows, "IS_CAPPED": cap is not None, **of_sinks}
     _launch(
         attend,
         (len(tiles.tiles), shape.num_kv_heads, _num_programs(len(tiles.tiles) * shape.num_kv_heads, tiles.num_shares)),
-        (query, pages, found, peaks, sums, tables, tiles.tiles, *numbers),
-        {**shape.pages, **division, "SHARING": shape.num_sharing, "ROWS": tiling.rows, "IN_ORDER": shape.is_invariant},
+        (query, pages, found, peaks, sums, sinks, tables, tiles.tiles, *numbers),
+        {**shape.pages, **division, **kind, "IN_ORDER": shape.is_invariant},
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
@@ -367,8 +394,8 @@ def attend_tiles(
         _launch(
             combine,
             (len(tiles.tiles), query.shape[0]),
-            (found, peaks, sums, out, tiles.tiles, window or NO_WINDOW, tiles.num_shares),
-            {"HEADS": query.shape[0], "V_DIM": shape.v_dim, "V_WIDTH": _width(shape.v_dim), **division},
+            (found, peaks, sums, out, sinks, tiles.tiles, window, tiles.num_shares),
+            {"HEADS": query.shape[0], "V_DIM": shape.v_dim, "V_WIDTH": _width(shape.v_dim), **division, **of_sinks},
         )
 
 

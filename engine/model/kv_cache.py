@@ -97,6 +97,8 @@ class KVCache:
             s.name: zeros(max_num_seqs, *s.shape, dtype=torch_dtype(s.dtype), device=self.device) for s in spec.states
         }
         self._place = {layer: (g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)}
+        self._place |= {layer: self._place[source] for layer, source in spec.reads}
+        self._readers = frozenset(layer for layer, _ in spec.reads)
 
     @property
     def table_sizes(self) -> tuple[int, ...]:
@@ -104,13 +106,17 @@ class KVCache:
         return (self.num_blocks,) * len(self.groups) + ((self.num_states,) if self.states else ())
 
     def layer(self, layer_index: int) -> torch.Tensor:
-        """Return one layer as pages, `[num_blocks * kv_heads, block_size * (k_dim + v_dim)]`; shares memory."""
+        """Return the pages that a layer reads, `[num_blocks * kv_heads, block_size * (k_dim + v_dim)]`, as a view."""
         group, index = self._place[layer_index]
         return self.groups[group][index].view(-1, self.spec.groups[group].page_numel)
 
     def group_of(self, layer_index: int) -> int:
         """Return the index of the layer's group."""
         return self._place[layer_index][0]
+
+    def keeps(self, layer_index: int) -> bool:
+        """Return whether a layer writes KV of its own; others read another layer's."""
+        return layer_index not in self._readers
 
     def clear_blocks(self, tables: Sequence[Sequence[int] | torch.Tensor]) -> None:
         """Zero whole blocks of each group in every layer.

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,7 +35,7 @@ from engine.model.kv_cache import KVCache
 from engine.model.last_tokens import LastTokens
 from engine.model.rank_step import RankStep, order_for_packing
 from engine.model.rows import drawn, rows_of
-from engine.model.shapes import arithmetic_dtype, cache_spec, longest_sequence, report_longest
+from engine.model.shapes import ModelShape, arithmetic_dtype, longest_sequence, report_longest
 from engine.model.smaller_steps import SmallerSteps
 from engine.sampling.pipeline import SAMPLER, Sampler
 from engine.sampling.row import Row
@@ -56,7 +56,7 @@ class LogitsRunner(ABC):
     """Causal language model with its KV caches: a `Runner` whose subclass computes the logits.
 
     Args:
-        config: the model's transformers configuration.
+        shape: the model's configuration, and the attention of its layers.
         devices: one for each rank.
         num_blocks: blocks of temporary first caches, which the subclass replaces (`_make_caches`); 0: the caches are
             final.
@@ -82,15 +82,16 @@ class LogitsRunner(ABC):
         self,
         model: ModelConfig,
         engine: EngineConfig,
-        config: Any,
+        shape: ModelShape,
         devices: Sequence[torch.device],
         *,
         num_blocks: int = 0,
     ) -> None:
+        config = shape.config
         self.batch = engine.batch(on_gpu=devices[0].type == "cuda")
         self.dtype = arithmetic_dtype(config, model.dtype, devices[0].type == "cuda")
         kv_dtype = {"auto": self.dtype, "fp8": FP8}.get(engine.kv_dtype, engine.kv_dtype)
-        self.spec = cache_spec(config, engine.block_size, kv_dtype, len(devices))
+        self.spec = shape.cache_spec(engine.block_size, kv_dtype, len(devices))
         pages = self.spec.groups[0].dtype
         self.computes = Computes(num_ranks=len(devices), dtype=self.dtype, weights=model.weights, kv_dtype=pages)
         self._model_len = longest_sequence(config, engine.max_model_len)
@@ -226,7 +227,7 @@ class LogitsRunner(ABC):
         """
         num_tokens = min(WARM_UP_TOKENS, self.max_model_len)
         token_ids = tuple(place % self.vocab_size for place in range(num_tokens))
-        blocks = tuple(range(num_blocks_for(num_tokens, self.spec.block_size)))
+        tables = tuple(tuple(range(num_blocks_for(num_tokens, group.block_size))) for group in self.spec.groups)
         logits = []
         began_s = time.monotonic()
         try:
@@ -235,8 +236,8 @@ class LogitsRunner(ABC):
                     sequence_key=0,
                     token_ids=token_ids[begin:],
                     num_computed_tokens=begin,
-                    block_ids=(blocks,),
-                    num_kv_tokens=(num_tokens,),
+                    block_ids=tables,
+                    num_kv_tokens=(num_tokens,) * len(tables),
                     sample=True,
                     is_decoding=begin > 0,
                     sampling=NO_SAMPLING,

@@ -8,17 +8,17 @@ names. Transformers receives the tensors and does not look for files itself: it 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 
 from baton.errors import ModelLoadError
-from baton.model_files import read_json
+from baton.model_files import named_code, read_json
 from baton.weights_files import placed_tensors
+from engine.model.asking import AskedModel, ask
 
 SLACK = 2
 """Maximum ratio of a model's parameters to the numbers in its files: tied embeddings count twice."""
@@ -35,25 +35,67 @@ def read_config(path: str) -> Any:
         described.pop("quantization_config", None)
     kind = described.get("model_type")
     if kind not in CONFIG_MAPPING:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)  # it raises the error
-    return CONFIG_MAPPING[kind].from_dict(described)
+        if named := named_code(described):
+            raise ModelLoadError(
+                f"{path}/config.json names {named} for models of type {kind!r}, which is code of the model's folder; "
+                "Baton runs none of it, and transformers has no model of this type"
+            )
+        raise ModelLoadError(f"{path} holds a model of type {str(kind)[:100]!r}, which transformers does not know")
+    config_class = CONFIG_MAPPING[kind]
+    if described.get("text_config") is not None and "text_config" not in config_class.sub_configs:
+        raise ModelLoadError(
+            f"{path}/config.json has text_config, as models of several kinds of input have, and models of type "
+            f"{kind!r} have none: give the model's other config.json, or remove the field that is wrong"
+        )
+    return config_class.from_dict(described)
 
 
-def load_model(folder: Path, config: Any, attention: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the model, and transformers' report on missing, unused and mismatched tensors.
+def ask_folder(folder: Path, config: Any) -> AskedModel:
+    """Ask the model of a folder about its attention, after comparing its size with the files' headers.
+
+    Both come before any memory is allocated: transformers would create random numbers for all missing tensors.
 
     Args:
         folder: folder with the weights.
         config: see `read_config`.
+
+    Raises:
+        ModelLoadError: the files hold far fewer numbers than the model that the configuration describes, or the model
+            is not supported; the message says why.
+    """
+    sizes = [head.num_elements for _, head in placed_tensors(folder).values()]
+    num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if not isinstance(num_layers, int):
+        raise ModelLoadError(f"config.json in {folder} does not say how many layers the model has")
+    asked = ask(config) if num_layers <= len(sizes) else None  # even modules without memory take long to create
+    described = 0 if asked is None else asked.num_parameters
+    if asked is None or described > SLACK * sum(sizes) or not described:
+        raise ModelLoadError(
+            f"the checkpoint in {folder} does not fit its config.json, which describes {described or 'more'} numbers "
+            f"in {num_layers} layers: its files hold {sum(sizes)} numbers in {len(sizes)} tensors"
+        )
+    return asked
+
+
+def load_model(
+    folder: Path, config: Any, asked: AskedModel, attention: str, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return the model without the parts that text does not use, and transformers' report on missing, unused and
+    mismatched tensors.
+
+    Args:
+        folder: folder with the weights.
+        config: see `read_config`.
+        asked: the result of `ask_folder`.
         attention: name of the attention; a config.json may name one that transformers would download.
         options: further arguments of `from_pretrained`.
 
     Raises:
-        ModelLoadError: the files hold far fewer numbers than the model that the configuration describes.
+        ModelLoadError: the files are not clear.
         Exception: transformers' own errors, which have no common class.
     """
     placed = placed_tensors(folder)
-    model_class = _class_of(folder, config, attention, [head.num_elements for _, head in placed.values()])
+    model_class = _without(asked.model_class, asked.unused) if asked.unused else asked.model_class
     with _opened({name: path for name, (path, _) in placed.items()}) as tensors:
         model, report = model_class.from_pretrained(
             None,
@@ -76,26 +118,16 @@ def _opened(placed: dict[str, Path]) -> Iterator[dict[str, Any]]:
         yield {name: files[path].get_slice(name) for name, path in placed.items()}
 
 
-def _class_of(folder: Path, config: Any, attention: str, sizes: list[int]) -> Any:
-    """Return the class of the model, after comparing its size with the files' headers.
+def _without(model_class: type[Any], unused: Sequence[str]) -> type[Any]:
+    """Return a class of the same model without some of its submodules, so that no memory is allocated for them."""
 
-    The check comes before any memory is allocated: transformers would create random numbers for all missing tensors.
+    class Text(model_class):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            for name in unused:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.get_submodule(owner), attribute, None)
 
-    Args:
-        sizes: the number of elements of each tensor in the files.
-
-    Raises:
-        ModelLoadError: they do not match.
-    """
-    described = 0
-    model_class: Any = None
-    if config.num_hidden_layers <= len(sizes):  # even modules without memory take long to create
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
-        model_class, described = type(model), sum(weight.numel() for weight in model.parameters())
-    if described > SLACK * sum(sizes) or not described:
-        raise ModelLoadError(
-            f"the checkpoint in {folder} does not fit its config.json, which describes {described or 'more'} numbers "
-            f"in {config.num_hidden_layers} layers: its files hold {sum(sizes)} numbers in {len(sizes)} tensors"
-        )
-    return model_class
+    for name in ("__name__", "__qualname__", "__module__"):  # transformers looks for its own class
+        setattr(Text, name, getattr(model_class, name))
+    return Text

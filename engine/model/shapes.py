@@ -1,39 +1,140 @@
-"""Shapes from a transformers configuration: the KV layout and the longest sequence. Does not need transformers."""
+"""Shape of a model's attention, and the KV layout and the longest sequence that follow from it.
+
+Does not need transformers: `asking` finds the shape by asking the model, the native step by its own description.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import ModelLoadError
-from engine.core.kv_spec import INT8, INT8_SCALE_BYTES, KVSpec, LayerGroup
+from engine.core.kv_spec import FP8, INT8, INT8_SCALE_BYTES, KVSpec, LayerGroup
 
 logger = logging.getLogger(__name__)
-KEYS = "layers.*.self_attn.k_proj"
-"""Name in a tensor-parallel plan that determines the split of the key projection."""
-BY_HEAD = "colwise"
+FIXED_LENGTH = ("dynamic", "longrope")
+"""Kinds of RoPE whose frequencies depend on the highest position of a forward pass; see `longest_sequence`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """Attention of one layer as the model's own code calls it, on one rank or on all together."""
+
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Heads of the KV that the layer keeps."""
+    k_dim: int
+    v_dim: int
+    is_latent: bool = False
+    """True if the layer keeps compressed K and V, which it expands for its attention (MLA): K is the latent, and V the
+    rotated part of the keys."""
+    source: int | None = None
+    """Layer whose KV it reads, if it keeps none of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Configuration of a model, and the attention of its layers.
+
+    Args:
+        config: transformers' configuration of the model's text.
+        layers: by layer index.
+    """
+
+    config: Any
+    layers: tuple[AttentionLayer, ...]
+    splits_heads: bool = False
+    """True if the model's tensor-parallel plan divides the heads of its attention among ranks."""
+    honours: frozenset[str] = frozenset()
+    """Further arguments of attention that change its result: `softcap`, `s_aux`."""
+
+    def cache_spec(self, block_size: int, dtype: str, num_ranks: int) -> KVSpec:
+        """Return the KV layout of one rank: a group of layers for each shape of heads, no state.
+
+        Args:
+            dtype: data type of the pages.
+
+        Raises:
+            ModelLoadError: the heads cannot be divided evenly among the ranks, or pages of this type are not supported.
+        """
+        if num_ranks > 1 and not self.splits_heads:
+            raise ModelLoadError(
+                f"transformers does not split the heads of a model of type {self.config.model_type!r}; "
+                "set engine.tensor_parallel to 1"
+            )
+        if dtype == FP8 and any(layer.is_latent for layer in self.layers):
+            raise ModelLoadError(
+                f"engine.kv_dtype fp8 is not supported for models of type {self.config.model_type!r}: pages of 8-bit "
+                "floats have no scale, and this model keeps compressed K and V; set it to auto"
+            )
+        groups: dict[AttentionLayer, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.num_kv_heads % num_ranks or layer.num_heads % num_ranks:
+                raise ModelLoadError(
+                    f"engine.tensor_parallel is {num_ranks}, which does not divide the model's {layer.num_heads} heads "
+                    f"and {layer.num_kv_heads} KV heads"
+                )
+            if layer.source is None:
+                groups.setdefault(layer, []).append(index)
+        scale = INT8_SCALE_BYTES if dtype == INT8 else 0
+        reads = tuple((index, layer.source) for index, layer in enumerate(self.layers) if layer.source is not None)
+        found = [
+            LayerGroup(
+                name="all" if len(groups) == 1 else f"{layer.num_kv_heads}x{layer.k_dim}+{layer.v_dim}",
+                layers=tuple(indices),
+                block_size=block_size,
+                num_kv_heads=layer.num_kv_heads // num_ranks,
+                k_dim=layer.k_dim + scale,
+                v_dim=layer.v_dim + scale,
+                dtype=dtype,
+            )
+            for layer, indices in groups.items()
+        ]
+        return KVSpec(tuple(found), reads=reads)
+
+    def sharing(self, spec: KVSpec) -> tuple[int, ...]:
+        """Return the number of query heads per KV head in each group of the layout."""
+        firsts = [self.layers[group.layers[0]] for group in spec.groups]
+        return tuple(layer.num_heads // layer.num_kv_heads for layer in firsts)
+
+
+def ropes_of(config: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parameters of each rotary embedding: one for the model, or one for each type of layer, or none."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        yield from (value for value in parameters.values() if isinstance(value, dict))
+    elif parameters:
+        yield parameters
 
 
 def longest_sequence(config: Any, asked: int) -> int:
-    """Return the maximum sequence length: `asked`, or the model's if that is 0, limited by its RoPE.
+    """Return the maximum sequence length: `asked`, or the model's if that is 0, limited by its position embeddings.
 
     For `longrope` (Ding et al., 2024) and `dynamic`, transformers chooses the frequencies once per forward pass, by the
     highest position in it. A forward pass here contains many sequences, and cached K keeps its rotation. So sequences
     are limited to the length up to which the frequencies do not change: `longrope` then uses its short factors, and
-    `dynamic` is plain RoPE.
+    `dynamic` is plain RoPE. A model without RoPE may have a table of positions, which ends.
 
     Raises:
-        ModelLoadError: the frequencies for sequences of this length are not supported.
+        ModelLoadError: sequences of this length are not supported, or the model has no limit and none is set.
     """
-    rope = config.rope_parameters
-    kind = rope["rope_type"]
-    num_tokens: int = asked or config.max_position_embeddings
-    if kind == "dynamic" and num_tokens > config.max_position_embeddings:
+    most: int | None = getattr(config, "max_position_embeddings", None)
+    if not (asked or most):
+        raise ModelLoadError("config.json has no max_position_embeddings; set engine.max_model_len")
+    ropes = list(ropes_of(config))
+    kinds = {str(rope.get("rope_type")) for rope in ropes}
+    is_limited = not ropes or "dynamic" in kinds
+    if most and asked > most and is_limited:
+        why = "with RoPE of type dynamic this model" if ropes else "this model has no rotary embedding and"
         raise ModelLoadError(
-            f"engine.max_model_len is {asked}, but with RoPE of type dynamic this model is computed up to its "
-            f"max_position_embeddings only; set it to {config.max_position_embeddings} at most"
+            f"engine.max_model_len is {asked}, but {why} is computed up to its max_position_embeddings only; "
+            f"set it to {most} at most"
         )
-    return min(num_tokens, int(rope["original_max_position_embeddings"])) if kind == "longrope" else num_tokens
+    short = [int(rope["original_max_position_embeddings"]) for rope in ropes if rope.get("rope_type") == "longrope"]
+    return min([asked or most or 0, *short])
 
 
 def report_longest(config: Any, asked: int, found: int) -> None:
@@ -61,39 +162,3 @@ def arithmetic_dtype(config: Any, asked: str, on_gpu: bool) -> str:
     if asked != "auto":
         return asked
     return str(config.dtype or "bfloat16").removeprefix("torch.") if on_gpu else "float32"
-
-
-def cache_spec(config: Any, block_size: int, dtype: str, num_ranks: int) -> KVSpec:
-    """Return the KV layout of one rank of a dense model: one group of all layers, no state.
-
-    Args:
-        dtype: data type of the pages.
-
-    Raises:
-        ModelLoadError: the heads cannot be divided evenly among the ranks.
-    """
-    num_heads = config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    if num_ranks > 1 and (config.base_model_tp_plan or {}).get(KEYS) != BY_HEAD:
-        raise ModelLoadError(
-            f"transformers does not split the heads of a model of type {config.model_type!r}; "
-            "set engine.tensor_parallel to 1"
-        )
-    if num_kv_heads % num_ranks or num_heads % num_ranks:
-        raise ModelLoadError(
-            f"engine.tensor_parallel is {num_ranks}, which does not divide the model's {num_heads} heads and "
-            f"{num_kv_heads} KV heads"
-        )
-    layers = tuple(range(config.num_hidden_layers))
-    page_dim = head_dim + (INT8_SCALE_BYTES if dtype == INT8 else 0)
-    group = LayerGroup(
-        name="all",
-        layers=layers,
-        block_size=block_size,
-        num_kv_heads=num_kv_heads // num_ranks,
-        k_dim=page_dim,
-        v_dim=page_dim,
-        dtype=dtype,
-    )
-    return KVSpec((group,))

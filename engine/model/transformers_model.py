@@ -7,6 +7,7 @@ has only the KV of its heads. All ranks compute the same steps in the same order
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.distributed import DistributedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
+from baton.blocks import num_blocks_for
 from baton.cluster import Computes, fallback
 from baton.errors import ModelLoadError, in_one_line
 from baton.model_files import require_runnable
 from engine.core.faults import Fault, fault_of
-from engine.core.runner import OnLayerDone
-from engine.model import pretrained
+from engine.core.runner import OnLayerDone, ignore_layer
+from engine.model import pretrained, self_check
+from engine.model.asking import AskedModel
 from engine.model.attention import ATTENTION_NAME, begun_blocks, entered_blocks, set_step
 from engine.model.attention_choice import AttentionWish, TorchAttention, attention_of, decode_graphs
 from engine.model.attention_step import Attention
@@ -31,6 +33,7 @@ from engine.model.fp8_linear import quantize
 from engine.model.fused_model import Fused, fuse
 from engine.model.kv_cache import KVCache, torch_dtype
 from engine.model.last_tokens import Filling
+from engine.model.latent import EXPAND, absorb, release
 from engine.model.rank_step import RankStep
 from engine.model.shapes import arithmetic_dtype, longest_sequence
 from engine.model.table_rows import TableRoom
@@ -41,9 +44,6 @@ if TYPE_CHECKING:
     from engine.model.decode_graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
-ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
-"""Rotary embeddings that transformers computes from a configuration; `longest_sequence` limits their length."""
-LONG = "original_max_position_embeddings"
 NUM_NAMED = 3
 """Maximum number of tensors that a message names."""
 
@@ -53,12 +53,17 @@ class ModelRank:
 
     With several ranks, this process's default process group must be that of the ranks.
 
+    Args:
+        asked: the model's answers, if it has been asked in this process.
+
     Raises:
-        ModelLoadError: the weights cannot be loaded, the checkpoint is incomplete, or `engine.batch_invariant` is not
-            supported.
+        ModelLoadError: the weights cannot be loaded, the checkpoint is incomplete, `engine.batch_invariant` is not
+            supported, or the model's own attention gives other logits.
     """
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig, cache: KVCache) -> None:
+    def __init__(
+        self, model: ModelConfig, engine: EngineConfig, cache: KVCache, asked: AskedModel | None = None
+    ) -> None:
         torch.set_num_threads(engine.num_threads)
         # cuDNN's attention plans for each new shape, which takes from 70 ms to over a second; most steps have one
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -70,10 +75,12 @@ class ModelRank:
         elif cache.device.type != "cpu":
             placed["device_map"] = {"": cache.device}  # tensor by tensor, so the host never holds the whole model
         config = load_config(model.path)
+        asked = asked or pretrained.ask_folder(Path(model.path), config)
         try:
             self.model, report = pretrained.load_model(
                 Path(model.path),
                 config,
+                asked,
                 ATTENTION_NAME,
                 dtype=torch_dtype(arithmetic_dtype(config, model.dtype, cache.device.type == "cuda")),
                 **placed,
@@ -87,30 +94,35 @@ class ModelRank:
                     f"larger engine.tensor_parallel or fewer workers on a GPU ({in_one_line(error)})"
                 ) from error
             raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
-        _require_complete(model.path, type(self.model).__name__, report)
+        if asked.unused:
+            logger.info("this worker serves text: %s of the checkpoint are not loaded", ", ".join(asked.unused))
+        _require_complete(model.path, type(self.model).__name__, report, asked.unused)
         self.model.to(cache.device).eval()
+        self._engine = engine
+        self._numbers = StepNumbers(cache.device)
+        self._last_keys = frozenset[int]()
+        """Keys of the sequences in the previous step."""
+        self._shape = asked.shape
+        self._takes_rows = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        attentions = {m.layer_idx: m for m in self.model.modules() if hasattr(m, EXPAND)}
+        self._latent = {i: attentions[i] for i, layer in enumerate(asked.shape.layers) if layer.is_latent}
+        self._absorb()
+        self._require_own_logits()
         self._fused = fuse(self.model, engine.tensor_parallel)
         if model.weights == "fp8":
             quantize(self.model)
         if engine.batch_invariant:
             make_invariant(self.model)
-        self._engine = engine
-        self._numbers = StepNumbers(cache.device)
-        self._last_keys = frozenset[int]()
-        """Keys of the sequences in the previous step."""
         self.use(cache)
 
     def use(self, cache: KVCache) -> None:
         """Replace the cache by one of the same shape on the same device. The old one must not be in use any more."""
-        config = self.model.config
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.cache = cache
         self._graphs: DecodeGraphs | None = None  # free the memory of the old cache's graphs first
-        num_sharing = config.num_attention_heads // num_kv_heads
         wish = AttentionWish(self._engine.batch_invariant, self._engine.attention == "flashinfer")
         batch = self._engine.batch(on_gpu=cache.device.type == "cuda")
-        room = TableRoom(batch.max_num_seqs, longest_sequence(config, self._engine.max_model_len))
-        self._attention = attention_of(cache, num_sharing, self.model.dtype, room, wish)
+        room = TableRoom(batch.max_num_seqs, longest_sequence(self._shape.config, self._engine.max_model_len))
+        self._attention = attention_of(cache, self._shape, self.model.dtype, room, wish)
         self._found_graphs = decode_graphs(self.model, self._attention, self._engine)
         self._graphs = None if isinstance(self._found_graphs, str) else self._found_graphs
 
@@ -133,16 +145,20 @@ class ModelRank:
         Returns:
             `[rows or 1, vocabulary]`: the logits of `logit_rows`.
         """
-        parts, put = step.parts, self._numbers.put
         self.cache.copy_blocks(step.copies)
         if self._graphs is not None:
             logits = self._graphs.compute(step, on_layer_done, filling, self._numbers)
             if logits is not None:
                 return logits
+        return self._forward(step, on_layer_done, filling)
+
+    def _forward(self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None = None) -> torch.Tensor:
+        """Compute a step, whose copies have been performed, without a graph."""
+        parts, put = step.parts, self._numbers.put
         token_ids = put(torch.tensor([[token for part in parts for token in part.token_ids]]))
         positions = put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])[None])
-        # Without a row to sample from, one unused row of logits is computed: 0 would mean all of them.
-        rows = put(torch.tensor(step.logit_rows)) if step.logit_rows else 1
+        # Without a row to sample from, one unused row of logits is computed: none would mean all of them.
+        rows = put(torch.tensor(step.logit_rows or [0]))
         to_clear = begun_blocks(self.cache, parts) if self._attention.needs_numbers and not step.is_ready else ()
         begun = [put(torch.tensor(blocks, dtype=torch.int64)) for blocks in to_clear]
         filling = None if filling is None else filling.put_by(self._numbers)
@@ -153,10 +169,40 @@ class ModelRank:
         if self._attention.needs_numbers:
             self.cache.clear_blocks(begun)
             self._clear_entered(step)
+        kept = {"logits_to_keep": rows} if self._takes_rows else {}
         found: torch.Tensor = self.model(
-            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows
+            input_ids=token_ids, position_ids=positions, use_cache=False, **kept
         ).logits[0]  # fmt: skip
-        return found
+        return found if self._takes_rows else found[rows]
+
+    @torch.inference_mode()
+    def _require_own_logits(self) -> None:
+        """Check the model as it was loaded, on every rank; see `self_check`.
+
+        What later replaces parts of it is checked by itself.
+        """
+        dtype, device = self.model.dtype, self._numbers.device
+        spec = self._shape.cache_spec(16, str(dtype).removeprefix("torch."), self._engine.tensor_parallel)
+        config = self._shape.config
+        num_tokens = longest_sequence(config, self._engine.max_model_len)
+        tokens = self_check.probe_tokens(config.vocab_size, num_tokens)
+        self.cache = KVCache(spec, num_blocks_for(len(tokens), 16), 1, device)
+        self._attention = TorchAttention(self.cache)
+        try:
+            found = [self._forward(step, ignore_layer) for step in self_check.steps(tokens, spec)]
+        except Exception as error:  # the model's own code
+            raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
+        for module in self._latent.values():
+            release(module)
+        expected = self_check.own_logits(self.model, tokens)
+        self._absorb()
+        self_check.require_equal(torch.cat(found), expected, dtype, config.model_type)
+
+    def _absorb(self) -> None:
+        """Make latent layers attend in their latent space."""
+        for index, module in self._latent.items():
+            layer = self._shape.layers[index]
+            absorb(module, layer.k_dim, layer.v_dim)
 
     def _clear_entered(self, step: RankStep) -> None:
         """Zero the places after the computed tokens of sequences that were not in the previous step.
@@ -203,33 +249,24 @@ def load_config(path: str) -> Any:
     require_runnable(Path(path))
     try:
         config = pretrained.read_config(path)
+    except ModelLoadError:
+        raise
     except Exception as error:  # the library raises no narrower class
         raise ModelLoadError(
             f"{path} is not a model folder that transformers can read: {in_one_line(error)}"
         ) from error
-    _require_known_rope(config)
     if isinstance(quantization := getattr(config, "quantization_config", None), dict):
         quantization["dequantize"] = True  # on every device: transformers itself has no fp8 kernels
     return config
 
 
-def _require_known_rope(config: Any) -> None:
-    """Raise ModelLoadError for RoPE per layer type that the model type lacks, or of a kind unknown to transformers."""
-    rope = config.rope_parameters
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise ModelLoadError(
-            f"config.json has RoPE by type of layer, which models of type {config.model_type!r} do not have"
-        )
-    if (kind := rope["rope_type"]) not in ROPE_KINDS:
-        raise ModelLoadError(f"RoPE of type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
-    if kind == "longrope" and type(rope.get(LONG)) is not int:
-        raise ModelLoadError(f"config.json has RoPE of type longrope with {rope.get(LONG)!r:.40} as {LONG}")
-
-
-def _require_complete(path: str, name: str, report: dict[str, Any]) -> None:
+def _require_complete(path: str, name: str, report: dict[str, Any], left_out: Sequence[str] = ()) -> None:
     """Refuse a checkpoint without some of the model's tensors: they would be random, and differ between workers.
 
     Unused tensors are logged; transformers ignores them.
+
+    Args:
+        left_out: submodules that are not loaded on purpose.
 
     Raises:
         ModelLoadError: tensors are missing, or have other shapes than the model's.
@@ -241,7 +278,8 @@ def _require_complete(path: str, name: str, report: dict[str, Any]) -> None:
     )
     if mismatched:
         raise ModelLoadError(f"the checkpoint in {path} does not fit its config.json: it holds {_some(mismatched)}")
-    if unexpected := sorted(report["unexpected_keys"]):
+    beginnings = tuple(f"{each}." for each in left_out)
+    if unexpected := sorted(key for key in report["unexpected_keys"] if not key.startswith(beginnings)):
         logger.warning("a %s does not use all tensors of the checkpoint in %s: %s", name, path, _some(unexpected))
 
 

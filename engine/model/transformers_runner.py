@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,7 @@ from engine.model.batch_invariance import RowByRow, refuse_unkept
 from engine.model.fp8_linear import refuse_fp8
 from engine.model.last_tokens import DeviceStep, Filling
 from engine.model.logits_runner import NO_SAMPLING, LogitsRunner
+from engine.model.pretrained import ask_folder
 from engine.model.rank_step import RankStep, order_for_packing
 from engine.model.ranks import OtherRanks
 from engine.model.rows import rows_of
@@ -68,17 +70,19 @@ class TransformersRunner(LogitsRunner):
         self._set_aside = set_aside
         devices = _devices(model.device, engine.tensor_parallel)
         config = load_config(model.path)
+        text = config.get_text_config(decoder=True)
         if model.weights == "fp8":
-            refuse_fp8(devices[0], arithmetic_dtype(config, model.dtype, devices[0].type == "cuda"), engine)
+            refuse_fp8(devices[0], arithmetic_dtype(text, model.dtype, devices[0].type == "cuda"), engine)
         if engine.batch_invariant:
             self.row_by_row = RowByRow
             refuse_unkept(devices[0], model.weights)
         measures = len(devices) == 1 and devices[0].type in device_memory.MEASURED_DEVICES
-        super().__init__(model, engine, config, devices, num_blocks=PROBE_BLOCKS * measures)
+        asked = ask_folder(Path(model.path), config)
+        super().__init__(model, engine, asked.shape, devices, num_blocks=PROBE_BLOCKS * measures)
         self._others = OtherRanks(model, engine, self.caches) if len(self.caches) > 1 else None
         self.runs_ahead = devices[0].type == "cuda" and self._others is None
         try:
-            self.rank = ModelRank(model, engine, self.cache)
+            self.rank = ModelRank(model, engine, self.cache, asked)
             if self._others is not None:
                 self._others.wait_ready()
             if measures:
@@ -111,7 +115,8 @@ class TransformersRunner(LogitsRunner):
             ModelLoadError: the largest step does not fit next to the weights, or the pool next to both.
             ConfigError: there is no room for the configured pool.
         """
-        steps = [largest_step(engine, self._model_len, is_scored=is_scored) for is_scored in (True, False)]
+        num_groups = len(self.spec.groups)
+        steps = [largest_step(engine, self._model_len, num_groups, is_scored=each) for each in (True, False)]
 
         def compute() -> None:
             for step in steps:
@@ -175,13 +180,14 @@ class TransformersRunner(LogitsRunner):
         return logits
 
 
-def largest_step(engine: EngineConfig, model_len: int, *, is_scored: bool = True) -> StepInput:
+def largest_step(engine: EngineConfig, model_len: int, num_groups: int = 1, *, is_scored: bool = True) -> StepInput:
     """Return one of the two steps that need the most memory.
 
     Both have the maximum numbers of tokens and sequences; all sequences sample, at the end of the longest prompt. Their
     block tables contain only the first two blocks.
 
     Args:
+        num_groups: layer groups of the model.
         is_scored: whether it is the step with the most rows of logits: prompts with scores, of each of which a step
             computes at most `MAX_SCORED` tokens. In the other step the longest prompt has all tokens that the others
             leave.
@@ -194,7 +200,10 @@ def largest_step(engine: EngineConfig, model_len: int, *, is_scored: bool = True
         num_tokens = 1 + min(most - 1, num_left)
         num_left -= num_tokens - 1
         end = model_len if num_tokens > 1 else min(engine.block_size, model_len)
-        parts.append(_largest_part(number, num_tokens, end, engine.block_size, is_scored=is_scored and num_tokens > 1))
+        part = _largest_part(number, num_tokens, end, engine.block_size, is_scored=is_scored and num_tokens > 1)
+        parts.append(
+            part._replace(block_ids=part.block_ids * num_groups, num_kv_tokens=part.num_kv_tokens * num_groups)
+        )
         if not is_scored:
             num_left = 0
     return StepInput(tuple(parts))

@@ -28,7 +28,7 @@ from engine.core.runner import OnLayerDone
 from engine.model.kv_cache import KVCache
 from engine.model.logits_runner import WARM_UP_TOKENS, LogitsRunner
 from engine.model.rank_step import RankStep
-from engine.model.shapes import cache_spec, longest_sequence
+from engine.model.shapes import longest_sequence
 from engine.native import build, layout
 from engine.native.model import PackedModel, pack_model
 from engine.native.quantized import quantized
@@ -71,7 +71,7 @@ class NativeRunner(LogitsRunner):
             config = _load_config(model.path) if kept is None else kept.config
             self._description = describe(config)
             self._library = _load_library(folder, variant)
-            super().__init__(model, engine, config, [torch.device("cpu")])
+            super().__init__(model, engine, self._description.shape(config), [torch.device("cpu")])
             self.computes = replace(self.computes, attention="native")
             self._first_cache = self._make_first_cache(config)
             if kept is None or not self._opens(kept):
@@ -97,7 +97,9 @@ class NativeRunner(LogitsRunner):
         if self.spec.groups[0].dtype == "float32":
             return self.cache
         size = self._engine.block_size
-        return KVCache(cache_spec(config, size, "float32", 1), num_blocks_for(WARM_UP_TOKENS, size), 1)
+        return KVCache(
+            self._description.shape(config).cache_spec(size, "float32", 1), num_blocks_for(WARM_UP_TOKENS, size), 1
+        )
 
     def _pack(self, model: ModelConfig, config: Any, cache: WeightsCache) -> None:
         """Load and check the weights with transformers, convert them to the format of `model.weights`, and keep them

@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Any
 
 from baton.errors import NotNative
+from engine.model.shapes import AttentionLayer, ModelShape
 
 WITHOUT_MEANING = frozenset({
     "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout", "bos_token_id",
@@ -216,6 +217,13 @@ class ModelDescription:
     clip: float
     """Largest magnitude of queries, keys and values; 0: no limit."""
     experts: Experts | None
+
+    def shape(self, config: Any) -> ModelShape:
+        """Return the attention of its layers; `config` is the one that it describes."""
+        layer = AttentionLayer(
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, k_dim=self.head_dim, v_dim=self.head_dim
+        )
+        return ModelShape(config, (layer,) * self.num_layers)
 
 
 def describe(config: Any) -> ModelDescription:

@@ -12,12 +12,13 @@ from torch import nn
 from baton.config import EngineConfig, ModelConfig
 from engine.core.runner import ignore_layer
 from engine.model.attention_choice import TOLERANCE, TorchAttention, why_not_kernels
-from engine.model.attention_probe import PROBE_ROOM, largest_difference, probe_cache
+from engine.model.attention_probe import PROBE_ROOM, ProbedHeads, largest_difference, probe_cache
 from engine.model.fp8_linear import Fp8Linear, quantized_rows
 from engine.model.rank_step import RankStep
 from engine.model.transformers_runner import TransformersRunner
 from tests.gpu.test_kernels_gpu import CUDA, spec_of
 from tests.support.graphed import part_of
+from tests.support.shapes import shape_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,10 +35,10 @@ def test_attention_over_8_bit_floats_is_torchs(dim: int, num_sharing: int, dtype
     from engine.model.kernel_attention import KernelAttention
 
     spec = spec_of(dim, torch.float8_e4m3fn)
-    assert why_not_kernels(spec, num_sharing, dtype, CUDA) is None
+    assert why_not_kernels(spec, shape_of(spec, num_sharing), dtype, CUDA) is None
     cache = probe_cache(spec, CUDA)
-    ways = (TorchAttention(cache, num_sharing), KernelAttention(cache, num_sharing, dtype, PROBE_ROOM))
-    assert largest_difference(cache, num_sharing, dtype, ways) <= TOLERANCE[dtype]
+    ways = (TorchAttention(cache), KernelAttention(cache, (num_sharing,), dtype, PROBE_ROOM))
+    assert largest_difference(cache, ProbedHeads((num_sharing,)), dtype, ways) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [(1, 4096, 6144), (64, 576, 1536), (300, 1536, 48)])

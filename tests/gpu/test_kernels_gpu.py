@@ -20,11 +20,12 @@ from engine.model.attention_choice import (
     why_not_flashinfer,
     why_not_kernels,
 )
-from engine.model.attention_probe import PROBE_ROOM, largest_difference, probe_cache
+from engine.model.attention_probe import PROBE_ROOM, ProbedHeads, largest_difference, probe_cache
 from engine.model.kv_cache import KVCache
 from engine.model.rank_step import RankStep
 from engine.model.transformers_runner import TransformersRunner
 from tests.support.graphed import part_of
+from tests.support.shapes import shape_of
 
 CUDA = torch.device("cuda")
 pytestmark = [
@@ -45,19 +46,19 @@ def test_attention_is_torchs(dim: int, num_sharing: int, dtype: torch.dtype) -> 
     from engine.model.kernel_attention import KernelAttention
 
     spec = spec_of(dim, dtype)
-    assert why_not_kernels(spec, num_sharing, dtype, CUDA) is None
+    assert why_not_kernels(spec, shape_of(spec, num_sharing), dtype, CUDA) is None
     cache = probe_cache(spec, CUDA)
-    ways = (TorchAttention(cache, num_sharing), KernelAttention(cache, num_sharing, dtype, PROBE_ROOM))
-    difference = largest_difference(cache, num_sharing, dtype, ways)
+    ways = (TorchAttention(cache), KernelAttention(cache, (num_sharing,), dtype, PROBE_ROOM))
+    difference = largest_difference(cache, ProbedHeads((num_sharing,)), dtype, ways)
     print(f"{torch.cuda.get_device_name()}: {dim} dimensions, {num_sharing} share, {dtype}: {difference:.2g}")
     assert difference <= TOLERANCE[dtype]
 
 
 def test_the_kernels_are_taken(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    found = attention_of(
-        KVCache(spec_of(128, torch.bfloat16), 8, 1, CUDA), 4, torch.bfloat16, PROBE_ROOM, AttentionWish()
-    )
+    shape = shape_of(spec_of(128, torch.bfloat16), 4)
+    cache = KVCache(spec_of(128, torch.bfloat16), 8, 1, CUDA)
+    found = attention_of(cache, shape, torch.bfloat16, PROBE_ROOM, AttentionWish())
     assert not isinstance(found, TorchAttention), caplog.text
 
 
@@ -70,8 +71,8 @@ def test_decodes_by_flashinfer_are_torchs(dim: int, num_sharing: int, dtype: tor
     spec = spec_of(dim, dtype)
     assert why_not_flashinfer(spec, dtype) is None
     cache = probe_cache(spec, CUDA)
-    ways = (TorchAttention(cache, num_sharing), FlashInferAttention(cache, num_sharing, dtype, PROBE_ROOM))
-    difference = largest_difference(cache, num_sharing, dtype, ways)
+    ways = (TorchAttention(cache), FlashInferAttention(cache, (num_sharing,), dtype, PROBE_ROOM))
+    difference = largest_difference(cache, ProbedHeads((num_sharing,)), dtype, ways)
     print(f"{torch.cuda.get_device_name()}: {dim} dimensions, {num_sharing} share, {dtype}: {difference:.2g}")
     assert difference <= TOLERANCE[dtype]
 

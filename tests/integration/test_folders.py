@@ -18,14 +18,14 @@ from baton.api import Chat
 from baton.chat import ChatMessage
 from baton.config import Config, ModelConfig
 from baton.errors import ModelLoadError
-from baton.model_files import LLAMA_FAMILY
 from baton.tokenizer_classes import BUILT, CORRECTED, FILE, OF_TYPE, READ
 from baton.tokenizer_classes import REFUSED as REFUSED_CLASSES
 from baton.tokenizer_file import read_tokenizer
 from deploy.doctor import start
 from deploy.models.folder import check_folder
-from engine.model.pretrained import load_model
+from engine.model.pretrained import ask_folder, load_model
 from engine.model.transformers_model import load_config
+from engine.native.spec import FAMILIES
 from router.prompt import Tokenizer
 from tests.support.chats import encoded
 from tests.support.model_folders import (
@@ -321,7 +321,7 @@ def test_the_classes_are_those_of_transformers() -> None:
     assert named <= BUILT.keys() | REFUSED_CLASSES | READ
     for name in BUILT:
         assert "__init__" in vars(auto.tokenizer_class_from_name(name))
-    for kind in LLAMA_FAMILY:
+    for kind in FAMILIES:
         assert OF_TYPE.get(kind) == (FILE if THEIRS.get(kind) == "MistralCommonBackend" else THEIRS.get(kind))
         assert (kind in CORRECTED) == (kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS)
 
@@ -388,11 +388,16 @@ UNCLEAR: dict[str, tuple[Mapping[str, Tensors], Mapping[str, str] | None, str]] 
 }  # fmt: skip
 
 
+def loaded(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+    config = load_config(str(folder))
+    return load_model(folder, config, ask_folder(folder, config), "eager", **options)
+
+
 @pytest.mark.parametrize("name", SHARDS)
 def test_tensors_are_those_that_the_folder_means(name: str, tmp_path: Path) -> None:
     shards(tmp_path, *SHARDS[name])
     check_folder(tmp_path)
-    model, report = load_model(tmp_path, load_config(str(tmp_path)), "eager", dtype=torch.float32)
+    model, report = loaded(tmp_path, dtype=torch.float32)
     assert not any(report.values())
     found = model.state_dict()
     assert found.keys() == RIGHT.keys()
@@ -414,7 +419,7 @@ def test_a_pointer_of_git_lfs_says_what_to_run(name: str, tmp_path: Path) -> Non
 def test_weights_that_are_not_clear_are_refused_by_both(name: str, tmp_path: Path) -> None:
     *files, sentence = UNCLEAR[name]
     shards(tmp_path, *files)  # type: ignore[arg-type]
-    for refuse in (check_folder, lambda folder: load_model(folder, load_config(str(folder)), "eager")):
+    for refuse in (check_folder, loaded):
         with pytest.raises(ModelLoadError, match=sentence):
             refuse(tmp_path)
 

@@ -48,7 +48,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> TransformersRunner:
     runner.rank.model.to(DEVICE)
     cache = KVCache(runner.spec, runner.cache.num_blocks, ENGINE.batch(on_gpu=False).max_num_seqs, DEVICE)
     runner.cache = runner.rank.cache = cache
-    runner.rank._attention = TorchAttention(cache, num_sharing=2)
+    runner.rank._attention = TorchAttention(cache)
     runner.rank._numbers = StepNumbers(DEVICE)
     return runner
 

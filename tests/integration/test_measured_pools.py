@@ -137,7 +137,7 @@ def test_a_pool_that_the_device_refuses_names_what_to_lower(model: Path, monkeyp
     make = KVCache.__init__
 
     def full(cache: KVCache, spec: Any, num_blocks: int, *rest: Any, **more: Any) -> None:
-        if num_blocks > 2:
+        if num_blocks > 4:  # those of the first steps are fewer
             raise torch.OutOfMemoryError("CUDA out of memory")
         make(cache, spec, num_blocks, *rest, **more)
 

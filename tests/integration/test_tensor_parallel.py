@@ -22,12 +22,12 @@ import uvloop
 from baton.cluster import Role
 from baton.config import Config, EngineConfig, ModelConfig, RouterConfig, TransferConfig
 from baton.errors import ModelLoadError
-from baton.model_files import LLAMA_FAMILY
 from baton.parent import die_with
 from engine.core.engine import Engine
 from engine.core.runner import Fence, StepInput
 from engine.core.sequence import Purpose
 from engine.model.transformers_runner import TransformersRunner
+from engine.native.spec import FAMILIES
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import request
 from tests.integration.test_engine_models import (
@@ -54,7 +54,7 @@ pytestmark = [pytest.mark.first, pytest.mark.integration]
 NOT_BY_HEAD = ("flex_olmo", "olmo2", "olmoe", "phi3", "stablelm")
 OFTEN = ("llama", "qwen3_moe")
 """A dense model, and one with experts and norms within the heads."""
-OTHERS = [kind for kind in LLAMA_FAMILY if kind not in (*NOT_BY_HEAD, *OFTEN)]
+OTHERS = [kind for kind in FAMILIES if kind not in (*NOT_BY_HEAD, *OFTEN)]
 TWO_RANKS = replace(ENGINE, tensor_parallel=2)
 
 

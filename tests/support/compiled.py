@@ -15,7 +15,7 @@ FLOATS = {"peaks", "sums", "shares", "scales", "numbers"}
 KEPT = {"pages", "codes"}
 """Pointers to what is kept in another data type than that of the arithmetic."""
 WHOLE = {"tables", "rows", "places", "tiles"}
-ALIGNED = {"query", "key", "value", "pages", "out", "shares", "peaks", "sums", "inputs", "codes", "scales"}
+ALIGNED = {"query", "key", "value", "pages", "out", "shares", "peaks", "sinks", "sums", "inputs", "codes", "scales"}
 """Pointers that torch gives, and the strides of queries, K and V: multiples of 16."""
 FUSED = {"x", "more", "weight", "total", "heads", "cos", "sin", "joined"}
 """Pointers of the fused kernels, which torch gives, too."""
@@ -31,11 +31,15 @@ class Compiled(NamedTuple):
     shared_bytes: int
 
 
-def spills(arch: int, dtype: str, dim: int, sharing: int, pool: str = "") -> dict[str, Compiled]:
+def spills(
+    arch: int, dtype: str, dim: int, sharing: int, pool: str = "", *, is_capped: bool = False, has_sinks: bool = False
+) -> dict[str, Compiled]:
     """What each kernel needs, compiled as it is launched: for tiles of one token, of many, of drafts.
 
     Args:
         pool: the pages' data type; empty: that of the arithmetic.
+        is_capped: whether scores are limited.
+        has_sinks: whether there are sinks.
     """
     from engine.model import kernels
 
@@ -53,11 +57,13 @@ def spills(arch: int, dtype: str, dim: int, sharing: int, pool: str = "") -> dic
         shape = replace(shape, is_invariant=name == "invariant")
         tiling = shape.tiling(of_one_token=of_one_token, is_shared=shares > 1)
         division = {"KEYS": tiling.keys, "SHARES": shares, "SHARE": kernels.SHARE_KEYS}
-        constants = {**shape.pages, **division, "SHARING": sharing, "ROWS": tiling.rows, "IN_ORDER": shape.is_invariant}
+        kind = {"SHARING": sharing, "ROWS": tiling.rows, "IS_CAPPED": is_capped, "HAS_SINKS": has_sinks}
+        constants = {**shape.pages, **division, **kind, "IN_ORDER": shape.is_invariant}
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
         found[name] = _compiled(kernels.attend, arch, (dtype, pool or dtype), constants, options)
         if shares > 1:
-            constants = {"HEADS": 8 * sharing, "V_DIM": dim, "V_WIDTH": shape.pages["V_WIDTH"], **division}
+            of_heads = {"HEADS": 8 * sharing, "V_DIM": dim, "V_WIDTH": shape.pages["V_WIDTH"]}
+            constants = {**of_heads, **division, "HAS_SINKS": has_sinks}
             found[f"combine of {name}"] = _compiled(kernels.combine, arch, (dtype, dtype), constants, {})
     constants = {**shape.pages, "TOKENS": kernels.WRITE_TOKENS}
     found["write"] = _compiled(kernels.write, arch, (dtype, pool or dtype), constants, {})
@@ -165,10 +171,10 @@ def _type_of(name: str, dtype: str, constants: dict[str, int]) -> str:
         return "*fp32"
     if name in WHOLE:
         return "*i64"
-    if name in ("query", "key", "value", "out", "pages", "inputs", "codes") or name in FUSED | {
+    if name in ("query", "key", "value", "out", "pages", "sinks", "inputs", "codes") or name in FUSED | {
         "given",
         "weights",
         "bias",
     }:
         return f"*{dtype}"
-    return "fp32" if name in ("scale", "eps") else "i32"
+    return "fp32" if name in ("scale", "cap_scale", "eps") else "i32"

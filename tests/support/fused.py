@@ -12,10 +12,10 @@ from engine.core.runner import ignore_layer
 from engine.model.attention import ATTENTION_NAME, set_step
 from engine.model.attention_choice import TorchAttention
 from engine.model.kv_cache import KVCache, torch_dtype
-from engine.model.shapes import cache_spec
 from engine.uploads import StepNumbers
 from tests.support.fusing import fuse_here
 from tests.support.graphed import part_of
+from tests.support.shapes import spec_of_model
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -66,11 +66,10 @@ def whole(kind: str, values: dict[str, Any], dtype: str = "float32", device: tor
 def logits_of(model: Any, dtype: str) -> torch.Tensor:
     """Those of a prompt and of two decodes, by torch's attention."""
     config = model.config
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    cache = KVCache(cache_spec(config, 16, dtype, 1), 24, 8, model.device)
+    cache = KVCache(spec_of_model(config, dtype), 24, 8, model.device)
     for group in cache.groups:
         group.copy_(torch.randn(group.shape, generator=torch.Generator().manual_seed(1)))
-    attention = TorchAttention(cache, config.num_attention_heads // num_kv_heads)
+    attention = TorchAttention(cache)
     prompt = part_of(0, 7, 9)._replace(token_ids=(5, 6, 7, 8, 9, 10, 11), num_kv_tokens=(16,), is_decoding=False)
     found = []
     for parts in ([prompt], [part_of(1, 8, 0), part_of(2, 9, 15)]):

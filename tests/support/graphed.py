@@ -18,12 +18,12 @@ from engine.model.attention_choice import TorchAttention
 from engine.model.kv_cache import KVCache
 from engine.model.last_tokens import Filling
 from engine.model.rank_step import RankStep
-from engine.model.shapes import cache_spec
 from engine.model.table_rows import TableRoom
 from engine.uploads import StepNumbers
 from tests.fakes import flashinfer
 from tests.fakes.graphs import FakeCapture
 from tests.support.fusing import fuse_here
+from tests.support.shapes import spec_of_model
 
 NUM_BLOCKS, ROOM = 24, TableRoom(num_sequences=4, num_tokens=64)
 SHAPE: dict[str, Any] = {
@@ -81,18 +81,18 @@ def replays_differ_by(*, is_fused: bool = False, by_flashinfer: bool = False) ->
     model, reference = model_of(), model_of()
     if is_fused:
         assert "2 FusedLayer" in fuse_here(model)[0]
-    spec: KVSpec = cache_spec(model.config, 16, "float32", 1)
+    spec: KVSpec = spec_of_model(model.config)
     caches = [KVCache(spec, NUM_BLOCKS, 8) for _ in range(2)]
     caches[0].groups[0].normal_(generator=torch.Generator().manual_seed(1))
     caches[1].groups[0].copy_(caches[0].groups[0])
     capture, done = FakeCapture(), list[int]()
     with flashinfer.installed():
-        graphs = DecodeGraphs(model, attention_type(caches[1], 2, torch.float32, ROOM), capture)
+        graphs = DecodeGraphs(model, attention_type(caches[1], (2,), torch.float32, ROOM), capture)
     assert caches[1].groups[0].equal(caches[0].groups[0]), "a capture has written into a block"
     numbers, worst = StepNumbers(CPU), 0.0
     model.forward = None  # nobody may call it from here on
     for step in STEPS:
-        expected = _computed(reference, TorchAttention(caches[0], 2), step)
+        expected = _computed(reference, TorchAttention(caches[0]), step)
         filling = Filling(torch.tensor([0]), torch.tensor([1]), torch.tensor([0, step.parts[0].token_ids[0]]))
         hidden = RankStep([step.parts[0]._replace(token_ids=(-1,)), *step.parts[1:]], step.sampling)
         _spoil_behind(caches[1], step)
@@ -122,8 +122,8 @@ def launched_steps_differ_by() -> float:
     from engine.model.flashinfer_attention import FlashInferAttention
 
     model = model_of()
-    caches = [KVCache(cache_spec(model.config, 16, "float32", 1), NUM_BLOCKS, 8) for _ in range(2)]
-    ways = (TorchAttention(caches[0], 2), FlashInferAttention(caches[1], 2, torch.float32, ROOM))
+    caches = [KVCache(spec_of_model(model.config), NUM_BLOCKS, 8) for _ in range(2)]
+    ways = (TorchAttention(caches[0]), FlashInferAttention(caches[1], (2,), torch.float32, ROOM))
     worst = 0.0
     with flashinfer.installed():
         for step in STEPS:
@@ -180,8 +180,8 @@ def refusals() -> list[str]:
     looking = model_of()
     looking.lm_head.register_forward_pre_hook(lambda module, args: args[0].sum().item() and None)
     for model in (dynamic, looking):
-        cache = KVCache(cache_spec(model.config, 16, "float32", 1), NUM_BLOCKS, 8)
-        attention = KernelAttention(cache, 2, torch.float32, ROOM)
+        cache = KVCache(spec_of_model(model.config), NUM_BLOCKS, 8)
+        attention = KernelAttention(cache, (2,), torch.float32, ROOM)
         assert isinstance(graphs_of(model, attention, FakeCapture()), str)
     return words
 

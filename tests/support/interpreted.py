@@ -25,7 +25,7 @@ from engine.core.kv_spec import EMPTY_PLACE, FP8, KVSpec, LayerGroup
 from engine.core.runner import StepPart, ignore_layer
 from engine.model.attention import begun_blocks
 from engine.model.attention_choice import TorchAttention
-from engine.model.attention_step import Attention
+from engine.model.attention_step import Attention, AttentionTerms
 from engine.model.kv_cache import KVCache, movable, torch_dtype
 from engine.model.rank_step import order_for_packing
 from engine.model.table_rows import TableRoom
@@ -79,6 +79,8 @@ class Case(NamedTuple):
     block_size: int = 16
     empty: int = 0
     """Blocks of the last part that have left the window."""
+    softcap: float | None = None
+    has_sinks: bool = False
 
 
 def part_of(key: int, case: Case, lengths: tuple[int, int, int], blocks: list[int]) -> StepPart:
@@ -137,15 +139,17 @@ def difference(case: Case, *, by_flashinfer: bool = False, as_in_graphs: bool = 
     found = []
     by_kernels = FlashInferAttention if by_flashinfer else KernelAttention
     ways: tuple[Attention, ...] = (
-        TorchAttention(caches[0], case.sharing),
-        by_kernels(caches[1], case.sharing, dtype, ROOM).ways()[as_in_graphs],
+        TorchAttention(caches[0]),
+        by_kernels(caches[1], (case.sharing,), dtype, ROOM).ways()[as_in_graphs],
     )
     num_made = len(flashinfer.ARE_OF_GRAPHS)
     for cache, way in zip(caches, ways, strict=True):
         step = way.step(parts, ignore_layer, StepNumbers(cache.device))
-        new = [one.transpose(0, 1) for one in (query, key, value)]
+        new = tuple(one.transpose(0, 1) for one in (query, key, value))
+        sinks = torch.linspace(-1, 3, case.kv_heads * case.sharing) if case.has_sinks else None
+        terms = AttentionTerms(None, case.window, case.softcap, sinks)
         with flashinfer.installed():
-            found.append(step.attend(1, *new, scaling=None, sliding_window=case.window).float())
+            found.append(step.attend(1, new[0], new[1], new[2], terms).float())
     is_planned = by_flashinfer and not any(num_drafts for _, num_drafts, _ in case.lengths)
     assert flashinfer.ARE_OF_GRAPHS[num_made:] == [as_in_graphs] * is_planned
     written = [_written(cache, parts) for cache in caches]
@@ -202,8 +206,8 @@ def far_block_is_found() -> bool:
     for cache, first in ((near, 0), (far, num_blocks - 2)):
         cache.groups[0][0, first : first + 2] = torch.linspace(-2, 2, 2 * group.row_numel).view(2, -1)
         part = part_of(0, case, case.lengths[0], [first + 1, first])
-        step = KernelAttention(cache, 1, torch.float32, ROOM).step([part], ignore_layer, StepNumbers(cache.device))
-        found.append(step.attend(0, *new, scaling=None, sliding_window=None))
+        step = KernelAttention(cache, (1,), torch.float32, ROOM).step([part], ignore_layer, StepNumbers(cache.device))
+        found.append(step.attend(0, new[0], new[1], new[2], AttentionTerms()))
         found.append(cache.groups[0][0, first : first + 2].clone())
     return found[0].equal(found[2]) and found[1].equal(found[3])
 
@@ -235,8 +239,8 @@ def padding_is_nobodys() -> bool:
     before = cache.groups[0].normal_().clone()
     new = WrittenTokens(torch.tensor([[0], [2], [0]]), torch.arange(3), torch.tensor([-1, 0, -1]))
     tiles = Tiles(torch.tensor([[0, 0, 1, -1], [1, 1, 1, 0], [2, 2, 1, -1]]), True, 16)
-    step = KernelStep(KernelAttention(cache, 2, torch.float32, ROOM), (KernelIndex(new, (tiles,)),), ignore_layer)
+    step = KernelStep(KernelAttention(cache, (2,), torch.float32, ROOM), (KernelIndex(new, (tiles,)),), ignore_layer)
     query, key, value = (torch.randn(heads, 3, 64) for heads in (4, 2, 2))
-    out = step.attend(0, query, key, value, scaling=None, sliding_window=None)
+    out = step.attend(0, query, key, value, AttentionTerms())
     is_left = cache.groups[0][0, :2].equal(before[0, :2])
     return is_left and not out[[0, 2]].any().item() and torch.allclose(out[1], value[:, 1].repeat_interleave(2, 0))

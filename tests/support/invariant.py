@@ -14,17 +14,17 @@ from baton.scores import NO_SCORES
 from engine.core.kv_spec import KVSpec, LayerGroup
 from engine.core.runner import StepPart, ignore_layer
 from engine.model.attention import ATTENTION_NAME, set_step
-from engine.model.attention_probe import PROBE_ROOM, is_batch_invariant, probe_cache
+from engine.model.attention_probe import PROBE_ROOM, ProbedHeads, is_batch_invariant, probe_cache
 from engine.model.batch_invariance import RowByRow, make_invariant
 from engine.model.kv_cache import KVCache, torch_dtype
 from engine.model.rank_step import RankStep, order_for_packing
-from engine.model.shapes import cache_spec
 from engine.sampling.pipeline import Sampler
 from engine.sampling.row import Row
 from engine.sampling.scores import scores_of
 from engine.uploads import StepNumbers
 from tests.fakes.graphs import FakeCapture
 from tests.support.graphed import ROOM, SHAPE
+from tests.support.shapes import spec_of_model
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK = 32, 16
@@ -107,8 +107,8 @@ def attention_is_invariant(dims: tuple[int, int], *, asked: bool, pages: str = "
     dim, sharing = dims
     group = LayerGroup(name="all", layers=(0,), block_size=BLOCK, num_kv_heads=1, k_dim=dim, v_dim=dim, dtype=pages)
     cache = probe_cache(KVSpec((group,)), CPU)
-    way = KernelAttention(cache, sharing, torch.float32, PROBE_ROOM, is_invariant=asked)
-    return is_batch_invariant(cache, sharing, torch.float32, way)
+    way = KernelAttention(cache, (sharing,), torch.float32, PROBE_ROOM, is_invariant=asked)
+    return is_batch_invariant(cache, ProbedHeads((sharing,)), torch.float32, way)
 
 
 def model_of(kind: str, **values: Any) -> Any:
@@ -154,12 +154,12 @@ def ways_differ(kind: str) -> list[str]:
 
     model = model_of(kind)
     make_invariant(model)
-    spec = cache_spec(model.config, BLOCK, "float32", 1)
+    spec = spec_of_model(model.config, block_size=BLOCK)
     found = {}
     for name, steps in CUTS.items():
         cache = KVCache(spec, NUM_BLOCKS, 8)
         cache.groups[0].zero_()
-        attention = KernelAttention(cache, 2, torch.float32, ROOM, is_invariant=True)
+        attention = KernelAttention(cache, (2,), torch.float32, ROOM, is_invariant=True)
         logits: dict[int, torch.Tensor] = {}
         for step in steps:
             parts = [_part(*each) for each in step]
@@ -177,8 +177,8 @@ def graphs_differ(kind: str) -> bool:
 
     model = model_of(kind)
     make_invariant(model)
-    cache = KVCache(cache_spec(model.config, BLOCK, "float32", 1), NUM_BLOCKS, 8)
-    attention = KernelAttention(cache, 2, torch.float32, ROOM, is_invariant=True)
+    cache = KVCache(spec_of_model(model.config, block_size=BLOCK), NUM_BLOCKS, 8)
+    attention = KernelAttention(cache, (2,), torch.float32, ROOM, is_invariant=True)
     expected = _computed(model, attention, [_part(0, 0, 40), _part(1, 0, 23), _part(2, 0, 9)])
     graphs = DecodeGraphs(model, attention, FakeCapture())
     parts = [_part(0, 39, 40), _part(1, 22, 23), _part(2, 8, 9)]

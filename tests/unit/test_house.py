@@ -111,6 +111,7 @@ MAX_LINES_OF_A_FILE = 700
 MAX_LINES_OF_A_FUNCTION = 60
 MAX_POSITIONAL_ARGUMENTS = 5
 MANY_ARGUMENTS = {
+    "_take_notes",
     "paged_attention",
     "plan",
     "autoscale",

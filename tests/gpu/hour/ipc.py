@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from engine.model.asking import ask
 from engine.model.kv_cache import KVCache
-from engine.model.shapes import cache_spec
 from kvstore.transfer.copy.blocks import BlockCopier, RankCache
 from kvstore.transfer.pipeline.receive_loop import ChunkWriter, ReceiveLoop
 from kvstore.transfer.pipeline.send_loop import ChunkQueue, SendLoop
@@ -36,7 +36,7 @@ class Stages:
 
     def __init__(self, side: Side) -> None:
         fields = SMALL if is_rehearsal() else {**SMALL, **KV_OF_8B}
-        spec = cache_spec(LlamaConfig(**fields), 16, dtype(), 1)
+        spec = ask(LlamaConfig(**fields)).shape.cache_spec(16, dtype(), 1)
         num_blocks = NUM_TOKENS // 16
         cache = KVCache(spec, num_blocks, 1, torch.device(device_name()))
         for group in cache.groups:

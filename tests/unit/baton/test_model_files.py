@@ -165,14 +165,10 @@ def test_each_recommendation_that_changes_an_answer_is_named(name: str, value: o
             {"architectures": ["Qwen3ForSequenceClassification"]},
             "holds a Qwen3ForSequenceClassification, which does not",
         ),
-        ({"architectures": ["Qwen3Model"]}, "holds a Qwen3Model, which does not generate text"),
+        ({"architectures": ["Qwen3Model"]}, "holds a Qwen3Model, which does not continue a text"),
         (
-            {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
-            "holds a model of type 'gpt_oss', which this version does not run; it runs models of type arcee",
-        ),
-        (
-            {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]},
-            "holds a model of type 'qwen3_5', which this version does not run",
+            {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+            "holds a model of type 't5' with an encoder for its input and a decoder for its output",
         ),
         ({"model_type": None}, "has no model_type"),
         (

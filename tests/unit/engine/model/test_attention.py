@@ -104,7 +104,7 @@ def test_each_token_is_attended_over_what_is_before_it(name: str, window: int | 
     key, value = torch.randn(2, 1, KV_HEADS, num_tokens, DIM, generator=generator)
     layer = torch.nn.Module()
     layer.layer_idx = 0  # type: ignore[assignment]
-    set_step(step_context(cache, parts, SHARING, ignore_layer, StepNumbers(cache.device)))
+    set_step(step_context(cache, parts, ignore_layer, StepNumbers(cache.device)))
     found, _ = paged_attention(layer, query, key, value, None, sliding_window=window)
     begin = 0
     for part in parts:

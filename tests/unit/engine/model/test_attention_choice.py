@@ -28,6 +28,7 @@ from engine.model.attention_step import AttentionStep
 from engine.model.kv_cache import KVCache
 from engine.model.table_rows import TableRoom
 from engine.uploads import StepNumbers
+from tests.support.shapes import shape_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ROOM = TableRoom(num_sequences=2, num_tokens=64)
@@ -38,6 +39,13 @@ def spec_of(dim: int = 64, dtype: str = "float32") -> KVSpec:
     return KVSpec((LayerGroup(name="all", layers=(0, 1), **values),))
 
 
+SHAPE = shape_of(spec_of(), 2)
+
+
+def why_not(spec: KVSpec, num_sharing: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    return why_not_kernels(spec, shape_of(spec, num_sharing), dtype, device)
+
+
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -46,9 +54,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_what_fits_is_for_the_kernels(on_gpu: pytest.MonkeyPatch) -> None:
-    assert why_not_kernels(spec_of(), 4, torch.float32, GPU) is None
-    assert why_not_kernels(spec_of(256, "bfloat16"), 16, torch.bfloat16, GPU) is None
-    assert why_not_kernels(spec_of(128, "float8_e4m3fn"), 16, torch.bfloat16, GPU) is None
+    assert why_not(spec_of(), 4, torch.float32, GPU) is None
+    assert why_not(spec_of(256, "bfloat16"), 16, torch.bfloat16, GPU) is None
+    assert why_not(spec_of(128, "float8_e4m3fn"), 16, torch.bfloat16, GPU) is None
 
 
 @pytest.mark.parametrize(
@@ -64,22 +72,25 @@ def test_what_fits_is_for_the_kernels(on_gpu: pytest.MonkeyPatch) -> None:
 def test_what_does_not_fit_is_named(
     spec: KVSpec, num_sharing: int, dtype: torch.dtype, device: torch.device, reason: str, on_gpu: pytest.MonkeyPatch
 ) -> None:
-    assert reason in (why_not_kernels(spec, num_sharing, dtype, device) or "")
+    assert reason in (why_not(spec, num_sharing, dtype, device) or "")
 
 
 def test_what_is_missing_is_named(on_gpu: pytest.MonkeyPatch) -> None:
     on_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "compute capability is 7.5" in (why_not_kernels(spec_of(), 4, torch.float32, GPU) or "")
+    assert "compute capability is 7.5" in (why_not(spec_of(), 4, torch.float32, GPU) or "")
     on_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert why_not_kernels(spec_of(), 4, torch.float32, GPU) is None
-    assert "is 8.6, less than 8.9" in (why_not_kernels(spec_of(64, "float8_e4m3fn"), 4, torch.float32, GPU) or "")
+    assert why_not(spec_of(), 4, torch.float32, GPU) is None
+    assert "is 8.6, less than 8.9" in (why_not(spec_of(64, "float8_e4m3fn"), 4, torch.float32, GPU) or "")
     on_gpu.setattr(importlib.util, "find_spec", lambda name: None)
-    assert why_not_kernels(spec_of(), 4, torch.float32, GPU) == "Triton is not installed"
+    assert why_not(spec_of(), 4, torch.float32, GPU) == "Triton is not installed"
 
 
 def test_a_cpu_has_torchs_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert isinstance(attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, AttentionWish()), TorchAttention)
+    assert isinstance(
+        attention_of(KVCache(spec_of(), 4, 1), SHAPE, torch.float32, ROOM, AttentionWish()),
+        TorchAttention,
+    )
     assert "attention is torch's own: the device is no NVIDIA GPU" in caplog.text
 
 
@@ -89,9 +100,9 @@ class Off(TorchAttention):
     factor = 1.0
 
     def __init__(
-        self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, *, is_invariant: bool
+        self, cache: KVCache, sharing: Sequence[int], dtype: torch.dtype, room: TableRoom, *, is_invariant: bool
     ) -> None:
-        super().__init__(cache, num_sharing)
+        super().__init__(cache)
 
     def ways(self) -> Sequence[TorchAttention]:
         return [self]
@@ -126,7 +137,7 @@ def test_kernels_are_taken_where_they_prove_right(
     kernels.KernelAttention = type("Scaled", (Off,), {"factor": factor})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "engine.model.kernel_attention", kernels)
     monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
-    found = attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, AttentionWish())
+    found = attention_of(KVCache(spec_of(), 4, 1), SHAPE, torch.float32, ROOM, AttentionWish())
     assert isinstance(found, Off) == is_taken
     assert words in caplog.text
 
@@ -136,7 +147,7 @@ def test_kernels_that_do_not_run_are_left(monkeypatch: pytest.MonkeyPatch, caplo
     kernels.KernelAttention = Failing  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "engine.model.kernel_attention", kernels)
     monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
-    assert type(attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, AttentionWish())) is TorchAttention
+    assert type(attention_of(KVCache(spec_of(), 4, 1), SHAPE, torch.float32, ROOM, AttentionWish())) is TorchAttention
     assert "the kernels do not run here: RuntimeError: no C compiler" in caplog.text
 
 
@@ -154,7 +165,7 @@ def test_what_must_not_depend_on_its_batch_is_not_torchs(
         monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
     sentence = f"engine.batch_invariant is not supported by torch's attention: .*{words}"
     with pytest.raises(ModelLoadError, match=sentence):
-        attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, AttentionWish(is_invariant=True))
+        attention_of(KVCache(spec_of(), 4, 1), SHAPE, torch.float32, ROOM, AttentionWish(is_invariant=True))
 
 
 FLASHINFER = AttentionWish(by_flashinfer=True)
@@ -163,14 +174,14 @@ FLASHINFER = AttentionWish(by_flashinfer=True)
 def test_what_flashinfer_cannot_decode_is_named(on_gpu: pytest.MonkeyPatch) -> None:
     spec = spec_of(128, "bfloat16")
     uneven = KVSpec((dataclasses.replace(spec.groups[0], v_dim=64),))
-    assert why_not_flashinfer(spec, torch.bfloat16) is None
-    assert "does not compute in float32" in (why_not_flashinfer(spec_of(), torch.float32) or "")
-    assert "keys and of values differ in size" in (why_not_flashinfer(uneven, torch.bfloat16) or "")
+    assert why_not_flashinfer(spec, SHAPE, torch.bfloat16) is None
+    assert "does not compute in float32" in (why_not_flashinfer(spec_of(), SHAPE, torch.float32) or "")
+    assert "keys and of values differ in size" in (why_not_flashinfer(uneven, SHAPE, torch.bfloat16) or "")
     assert "pages are not of the model's bfloat16" in (
-        why_not_flashinfer(spec_of(128, "float8_e4m3fn"), torch.bfloat16) or ""
+        why_not_flashinfer(spec_of(128, "float8_e4m3fn"), SHAPE, torch.bfloat16) or ""
     )
     on_gpu.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "not installed (pip install flashinfer-python)" in (why_not_flashinfer(spec, torch.bfloat16) or "")
+    assert "not installed (pip install flashinfer-python)" in (why_not_flashinfer(spec, SHAPE, torch.bfloat16) or "")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +195,7 @@ def test_flashinfer_is_taken_where_it_proves_right_and_else_refused(
             super().__init__(*asked, is_invariant=False)
 
         def ways(self) -> Sequence[TorchAttention]:
-            return [self, InGraphs(self.cache, self.num_sharing, torch.float32, ROOM)]
+            return [self, InGraphs(self.cache, (2,), torch.float32, ROOM)]
 
     class InGraphs(Scaled):
         factor = in_graphs
@@ -196,7 +207,7 @@ def test_flashinfer_is_taken_where_it_proves_right_and_else_refused(
     monkeypatch.setitem(sys.modules, "engine.model.flashinfer_attention", decodes)
     for name in ("why_not_kernels", "why_not_flashinfer"):
         monkeypatch.setattr(attention_choice, name, lambda *args: None)
-    asked = KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, FLASHINFER
+    asked = KVCache(spec_of(), 4, 1), SHAPE, torch.float32, ROOM, FLASHINFER
     if is_taken:
         assert isinstance(attention_of(*asked), Scaled)
         assert "attention is by FlashInfer for decodes and the project's own kernels" in caplog.text
@@ -206,7 +217,7 @@ def test_flashinfer_is_taken_where_it_proves_right_and_else_refused(
 
 
 def test_flashinfer_is_refused_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, FLASHINFER
+    asked = KVCache(spec_of(), 4, 1), SHAPE, torch.float32, ROOM, FLASHINFER
     with pytest.raises(ModelLoadError, match="is not available: the device is no NVIDIA GPU; set it to auto"):
         attention_of(*asked)
     monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)

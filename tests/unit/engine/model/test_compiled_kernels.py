@@ -66,6 +66,20 @@ def test_no_register_is_spilled(case: tuple[str, int, int], arch: int, compiler:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(
+    ("case", "terms"),
+    [(("bfloat16", 256, 2), {"is_capped": True}), (("bfloat16", 64, 8), {"has_sinks": True})],
+    ids=["limited", "sinks"],
+)
+def test_no_register_is_spilled_for_other_scores(
+    case: tuple[str, int, int], terms: dict[str, bool], arch: int, compiler: Executor
+) -> None:
+    for name, found in compiler.submit(compiled.spills, arch, *case, **terms).result().items():
+        assert found.spilled_bytes == 0, name
+        assert found.shared_bytes < SHARED_BYTES[arch], name
+
+
+@pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("case", [("bfloat16", 4096, 128), ("float32", 16384, 256), ("float16", 896, 80)], ids=str)
 def test_no_register_of_a_fused_kernel_is_spilled(case: tuple[str, int, int], arch: int, compiler: Executor) -> None:
     for name, found in compiler.submit(compiled.fused_spills, arch, *case).result().items():

@@ -17,7 +17,7 @@ from engine.model.transformers_model import chosen
 from tests.support import graphed
 from tests.unit.engine.model.test_attention_choice import spec_of
 
-TORCH = TorchAttention(KVCache(spec_of(), 4, 1), 2, "the kernels do not run here: RuntimeError: no C compiler")
+TORCH = TorchAttention(KVCache(spec_of(), 4, 1), "the kernels do not run here: RuntimeError: no C compiler")
 KERNELS: Any = SimpleNamespace(name="kernels")
 GRAPHS: Any = SimpleNamespace(sizes=(1, 2, 4, 8))
 
@@ -47,7 +47,7 @@ def test_a_cpu_has_nothing_to_fall_back_from() -> None:
 
 
 def test_a_reason_is_short_and_safe_to_show() -> None:
-    failed = TorchAttention(TORCH.cache, 2, "\x1b[31m" + "x" * 1000)
+    failed = TorchAttention(TORCH.cache, "\x1b[31m" + "x" * 1000)
     (said, *_) = chosen("L4", failed, GRAPHS, Fused(0, ())).fallbacks
     assert said == f"attention is by torch:  [31m{'x' * (MAX_REASON - 5)}"
 

@@ -36,6 +36,11 @@ CASES = {
     "pages of 8-bit floats": Case(MIXED, 64, 2, pool="float8_e4m3fn"),
     "pages of 8-bit floats, shares": Case(LONG, 64, 4, 1, pool="float8_e4m3fn"),
     "blocks given back": Case(((1, 0, 9), (1, 0, 60)), 64, 2, window=16, empty=2),
+    "limited scores": Case(MIXED, 64, 2, softcap=1.5),
+    "limited scores, shares, a window": Case(LONG, 64, 2, 1, window=200, softcap=1.5),
+    "sinks": Case(MIXED, 64, 3, has_sinks=True),
+    "sinks, shares of keys": Case(LONG, 64, 4, 2, has_sinks=True),
+    "sinks in a window, drafts": Case(DRAFTS, 64, 2, window=9, has_sinks=True),
 }
 
 

@@ -1,0 +1,311 @@
+"""What a model's attention keeps and needs, found by asking the model instead of a list of types.
+
+The model is made without weights, on torch's meta device, and computes three tokens through transformers' own cache and
+an attention function that only takes notes. So a model of any size answers within seconds:
+
+    the cache      heads and widths of the KV that each layer keeps, its window, recurrent states
+    the function   heads of queries, and every further argument that attention must honour
+    both together  latents that a layer expands behind its cache, layers that read another layer's KV
+
+Whatever is not computed here is refused by a sentence that names it: this is the first of the nets under wrong tokens.
+`self_check` is the last one.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    DynamicCache,
+)
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+
+from baton.errors import ModelLoadError, in_one_line
+from baton.model_files import CAUSAL
+from engine.model.latent import EXPAND
+from engine.model.shapes import FIXED_LENGTH, AttentionLayer, ModelShape, ropes_of
+
+NUM_TOKENS = 3
+NOTES = "baton_asking"
+"""Name of the attention function that takes notes."""
+KEYS, BY_HEAD = "layers.*.self_attn.k_proj", "colwise"
+"""Name in a tensor-parallel plan that determines the split of the key projection, and the split by head."""
+ROPE_KINDS = frozenset({"default", *ROPE_INIT_FUNCTIONS})
+"""Rotary embeddings that transformers computes from a configuration; `longest_sequence` limits their length."""
+WITHOUT_EFFECT = frozenset({
+    "cache_position", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
+    "output_router_logits", "position_ids", "use_cache",
+})  # fmt: skip
+"""Arguments that models pass on to attention and that do not change its result."""
+AUTO_CLASSES = (
+    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES),
+)
+"""Transformers' classes of models that continue text, in the order in which a type is looked for."""
+INDEXER = "indexer_keys"
+"""Attribute of cache layers whose attention chooses the tokens that it sees (DeepSeek V3.2)."""
+LONG = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """Notes on one layer's call of attention."""
+
+    num_heads: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    window: int | None
+    honours: frozenset[str]
+
+
+@dataclass(slots=True)
+class _Notes:
+    calls: dict[int, _Call] = field(default_factory=dict)
+    modules: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedModel:
+    """A model's answers.
+
+    Attributes:
+        model_class: transformers' class of the model.
+        shape: attention of its layers.
+        num_parameters: numbers in its weights, tied ones counted once per use.
+        unused: names of submodules that a text does not pass through, such as those for images.
+    """
+
+    model_class: type[Any]
+    shape: ModelShape
+    num_parameters: int
+    unused: tuple[str, ...] = ()
+
+
+_NOTES: ContextVar[_Notes] = ContextVar("notes")
+
+
+def ask(config: Any) -> AskedModel:
+    """Ask the model that a transformers configuration describes.
+
+    Raises:
+        ModelLoadError: it is not a model that continues text, or its attention is not supported; the message says what
+            is missing.
+    """
+    text = config.get_text_config(decoder=True)
+    _require_known_rope(text)
+    auto_class = _auto_class(config)
+    try:
+        with torch.device("meta"):
+            model = auto_class.from_config(
+                _without_positions(config), attn_implementation=NOTES, dtype=torch.bfloat16, trust_remote_code=False
+            ).eval()
+    except KeyError as error:
+        if error.args != (NOTES,):
+            raise ModelLoadError(f"transformers cannot make the model of config.json: {in_one_line(error)}") from error
+        raise ModelLoadError(
+            f"models of type {config.model_type!r} have attention of their own, past transformers' attention functions"
+        ) from error
+    except Exception as error:  # the model's own code
+        raise ModelLoadError(f"transformers cannot make the model of config.json: {in_one_line(error)}") from error
+    notes, cache, called = _asked(model, config)
+    num_layers = text.num_hidden_layers
+    layers = tuple(_layer(index, notes, cache) for index in range(num_layers))
+    shape = ModelShape(
+        config=text,
+        layers=layers,
+        splits_heads=(text.base_model_tp_plan or {}).get(KEYS) == BY_HEAD and not any(e.is_latent for e in layers),
+        honours=frozenset(name for call in notes.calls.values() for name in call.honours),
+    )
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    return AskedModel(type(model), shape, num_parameters, tuple(_unused(model, called)))
+
+
+def _auto_class(config: Any) -> Any:
+    """Return transformers' class for models of this type that continue text."""
+    kind, architectures = config.model_type, list(config.architectures or [])
+    if config.is_encoder_decoder:
+        raise ModelLoadError(
+            f"config.json describes a model of type {kind!r} with an encoder for its input and a decoder for its "
+            "output, which this version does not run"
+        )
+    found = [(auto_class, names[kind]) for auto_class, names in AUTO_CLASSES if kind in names]
+    if not found:
+        raise ModelLoadError(f"transformers has no model of type {kind!r} that continues a text token by token")
+    known = {name for _, names in found for name in ([names] if isinstance(names, str) else names)}
+    if architectures and not any(name in known or name.endswith(CAUSAL) for name in architectures):
+        raise ModelLoadError(
+            f"config.json describes a {architectures[0]}, which does not continue a text token by token; models of "
+            f"type {kind!r} that do are {', '.join(sorted(known))}"
+        )
+    return found[0][0]
+
+
+def _asked(model: Any, config: Any) -> tuple[_Notes, DynamicCache, set[str]]:
+    """Compute three tokens. Return the notes, the cache, and the names of all submodules that took part."""
+    parameters = inspect.signature(model.forward).parameters
+    if "cache_params" in parameters:
+        raise ModelLoadError("the model keeps a recurrent state per sequence, which this version does not run")
+    notes, called = _Notes(), set[str]()
+    cache = _cache_of(config)
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda module, args, name=name: called.add(name))
+    _NOTES.set(notes)
+    token_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
+    try:
+        with torch.inference_mode():
+            model(input_ids=token_ids, past_key_values=cache, use_cache=True)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # the model's own code
+        raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
+    return notes, cache, called
+
+
+def _without_positions(config: Any) -> Any:
+    """Return a copy of a configuration whose rotary embeddings do not look at the positions: on meta there are none."""
+    config = copy.deepcopy(config)
+    for rope in ropes_of(config.get_text_config(decoder=True)):
+        if rope.get("rope_type") in FIXED_LENGTH:
+            rope["rope_type"] = "default"
+    return config
+
+
+def _cache_of(config: Any) -> DynamicCache:
+    try:
+        cache = DynamicCache(config=config)
+    except Exception as error:  # of a type of layer that transformers does not know
+        raise ModelLoadError(
+            f"transformers has no cache for the layers of config.json: {in_one_line(error)}"
+        ) from error
+    if any(hasattr(layer, INDEXER) for layer in cache.layers):
+        raise ModelLoadError("the model keeps keys of an indexer (sparse attention), which this version does not run")
+    return cache
+
+
+def _take_notes(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function that notes its arguments and returns numbers without meaning."""
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise ModelLoadError(f"a {type(module).__name__} attends without saying of which layer it is")
+    if unknown := sorted(name for name, given in kwargs.items() if given is not None and name not in WITHOUT_EFFECT):
+        raise ModelLoadError(f"layer {layer} asks attention for {', '.join(unknown)}, which is not computed here")
+    if attention_mask is not None:
+        raise ModelLoadError(f"layer {layer} has a mask of its own, which is not computed here")
+    is_causal = kwargs.get("is_causal")
+    if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
+        raise ModelLoadError(f"layer {layer} attends to later tokens, too: this model does not continue a text")
+    notes, honours = _NOTES.get(), {"softcap": softcap, "s_aux": s_aux}
+    if layer in notes.calls:
+        raise ModelLoadError(f"layer {layer} attends twice, and its KV has one place")
+    notes.modules[layer] = module
+    notes.calls[layer] = _Call(
+        num_heads=query.shape[1],
+        keys=key,
+        values=value,
+        window=sliding_window,
+        honours=frozenset(name for name, given in honours.items() if given is not None),
+    )
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+AttentionInterface.register(NOTES, _take_notes)
+
+
+def _layer(index: int, notes: _Notes, cache: DynamicCache) -> AttentionLayer:
+    """Return the attention of one layer, if it is supported."""
+    call = notes.calls.get(index)
+    kept = cache.layers[index] if index < len(cache.layers) else None
+    if isinstance(kept, LinearAttentionCacheLayerMixin):
+        raise ModelLoadError(f"layer {index} keeps a recurrent state, which this version does not run")
+    keys: torch.Tensor | None = getattr(kept, "keys", None)
+    if call is None:
+        found = "attends by itself, past the attention function" if keys is not None else "has no attention"
+        raise ModelLoadError(f"layer {index} {found}, which this version does not run")
+    if keys is None or kept is None:
+        return _reader(index, call, notes)
+    values: torch.Tensor = kept.values
+    window = getattr(kept, "sliding_window", None)
+    if window != call.window:
+        raise ModelLoadError(
+            f"layer {index} keeps {window or 'all'} tokens, but its attention is given a window of {call.window}: it "
+            "has a mask that is not computed here"
+        )
+    of_cache = (keys.shape[1], keys.shape[3], values.shape[3])
+    is_latent = of_cache != (call.keys.shape[1], call.keys.shape[3], call.values.shape[3])
+    if is_latent and (keys.shape[1] != 1 or not hasattr(notes.modules[index], EXPAND) or call.honours):
+        raise ModelLoadError(f"layer {index} keeps other keys and values than it attends to, in a form not known here")
+    num_kv_heads, k_dim, v_dim = of_cache
+    return AttentionLayer(
+        num_heads=call.num_heads, num_kv_heads=num_kv_heads, k_dim=k_dim, v_dim=v_dim, is_latent=is_latent
+    )
+
+
+def _reader(index: int, call: _Call, notes: _Notes) -> AttentionLayer:
+    """Return the attention of a layer that keeps no KV: it must attend to that of an earlier layer."""
+    for source, other in notes.calls.items():
+        if source < index and other.keys is call.keys and other.values is call.values:
+            if other.window != call.window:
+                raise ModelLoadError(f"layer {index} has another window than layer {source}, whose KV it reads")
+            return AttentionLayer(
+                num_heads=call.num_heads,
+                num_kv_heads=call.keys.shape[1],
+                k_dim=call.keys.shape[3],
+                v_dim=call.values.shape[3],
+                source=source,
+            )
+    raise ModelLoadError(f"layer {index} keeps no KV and does not attend to that of an earlier layer")
+
+
+def _unused(model: Any, called: set[str]) -> Iterator[str]:
+    """Yield the topmost submodules with weights that the text does not pass through.
+
+    Only the two upper levels count: deeper down, a module without a call may be an expert that no token has chosen.
+    """
+    for name, module in model.named_modules():
+        is_upper = name and name.count(".") < 2
+        if not is_upper or any(other == name or other.startswith(f"{name}.") for other in called):
+            continue
+        above = name.rpartition(".")[0]
+        is_covered = above and not any(other == above or other.startswith(f"{above}.") for other in called)
+        if not is_covered and any(True for _ in module.parameters()):
+            yield name
+
+
+def _require_known_rope(config: Any) -> None:
+    """Raise ModelLoadError for RoPE of a kind unknown to transformers."""
+    for rope in ropes_of(config):
+        if (kind := rope.get("rope_type", "default")) not in ROPE_KINDS:
+            raise ModelLoadError(
+                f"RoPE of type {kind!r} is not supported; supported are {', '.join(sorted(ROPE_KINDS))}"
+            )
+        if kind == "longrope" and type(rope.get(LONG)) is not int:
+            raise ModelLoadError(f"config.json has RoPE of type longrope with {rope.get(LONG)!r:.40} as {LONG}")

@@ -1,0 +1,336 @@
+"""Models of families beyond the dense ones answer as transformers' own `generate`, because the model is asked.
+
+Each is a tiny random model of its type, made here; no file of the engine names any of them. What the model does not
+let us compute is refused by a sentence: each net under wrong tokens has a type here that only it refuses.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.config import EngineConfig
+from baton.errors import ModelLoadError
+from engine.model import asking, self_check
+from engine.model.asking import ask
+from engine.model.transformers_model import ModelRank
+from tests.integration.test_engine_models import (
+    SIZES,
+    VOCAB_SIZE,
+    answers,
+    edit_config,
+    load_reference,
+    make_engine,
+    make_spec,
+    num_as_generate,
+    refer,
+    same_up_to_near_ties,
+    save_tiny,
+    tokens_of,
+)
+
+pytestmark = pytest.mark.integration
+
+WINDOW = {"sliding_window": 24}
+EXPERTS = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "shared_expert_intermediate_size": 32,
+    "topk_group": 1,
+}
+HEADS = {"head_dim": 16}
+LATENT = EXPERTS | {
+    "kv_lora_rank": 32,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+TURNS = ["sliding_attention", "full_attention"] * 2
+BY_LAYER = {"vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16}
+GEMMA4 = HEADS | WINDOW | BY_LAYER
+SHARED = {"num_kv_shared_layers": 2, "layer_types": TURNS}
+CAPPED = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0, "query_pre_attn_scalar": 16}
+LIMITED = HEADS | WINDOW | CAPPED
+SMALL_GPT = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512}
+OFTEN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "gemma2": LIMITED,
+    "gemma3_text": HEADS | WINDOW | {"layer_types": TURNS},
+    "gemma4_text": GEMMA4 | SHARED,
+    "glm4_moe": EXPERTS | HEADS,
+    "glm4_moe_lite": LATENT,
+    "gpt2": SMALL_GPT,
+    "gpt_oss": EXPERTS | HEADS | WINDOW,
+    "mimo_v2_flash": EXPERTS | HEADS | WINDOW,
+    "minimax_m2": EXPERTS | HEADS,
+    "olmo3": WINDOW,
+}
+"""One of each kind, and those that are asked for most; `make test-all` has the others."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "afmoe": EXPERTS | HEADS | WINDOW,
+    "apertus": {},
+    "biogpt": {},
+    "bitnet": {},
+    "cohere2_moe": EXPERTS | WINDOW,
+    "dots1": EXPERTS | HEADS,
+    "ernie4_5_moe": EXPERTS | HEADS | {"moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 1},
+    "exaone_moe": EXPERTS | HEADS | WINDOW,
+    "gemma3n_text": HEADS | WINDOW | BY_LAYER | SHARED | {"activation_sparsity_pattern": [0.0] * 4},
+    "gpt_bigcode": SMALL_GPT,
+    "gpt_neox": {},
+    "granite_swa": WINDOW,
+    "granitemoe": EXPERTS,
+    "granitemoe_swa": EXPERTS | WINDOW,
+    "hunyuan_v1_dense": HEADS,
+    "hunyuan_v1_moe": EXPERTS | HEADS,
+    "hy_v3": EXPERTS | HEADS,
+    "laguna": EXPERTS | HEADS,
+    "minicpm3": LATENT | {"head_dim": 24},
+    "minimax_m3_vl_text": EXPERTS | HEADS,
+    "ministral3": HEADS,
+    "nanochat": {},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "persimmon": {},
+    "phi": {},
+    "phimoe": EXPERTS,
+    "qwen2_moe": EXPERTS,
+    "solar_open": EXPERTS | HEADS,
+    "vaultgemma": LIMITED,
+    "youtu": LATENT,
+}
+TYPES = [
+    *[pytest.param(kind, extra, id=kind) for kind, extra in OFTEN.items()],
+    *[pytest.param(kind, extra, id=kind, marks=pytest.mark.full) for kind, extra in OTHERS.items()],
+    pytest.param("gemma4_text", GEMMA4, id="gemma4_text-alone", marks=pytest.mark.full),
+]
+KINDS = {kind: OFTEN[kind] for kind in ("olmo3", "gpt_oss", "gemma2", "deepseek_v3", "gemma4_text")}
+"""Plain attention with RoPE by type of layer, sinks and a window, limited scores, latents, two groups of heads."""
+
+
+def save_untied(kind: str, extra: dict[str, Any], folder: Path) -> None:
+    save_tiny(kind, {"tie_word_embeddings": False} | extra, folder)
+
+
+@pytest.mark.parametrize(("kind", "extra"), TYPES)
+def test_a_tiny_model_answers_as_generate(kind: str, extra: dict[str, Any], tmp_path: Path) -> None:
+    save_untied(kind, extra, tmp_path)
+    reference = load_reference(tmp_path)
+    num_same = num_as_generate(make_engine(tmp_path), reference)
+    print(f"{kind}: {num_same} of 10 answers equal to the last token")
+    assert num_same >= 8, "too many near ties for a test that means something"
+    assert len(set(refer(reference, prompts()[3], 12).tokens)) >= 6, "an answer of one token is no test"
+
+
+def prompts() -> list[list[int]]:
+    draw = random.Random(7)
+    return [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 17, 16, 130, 61)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_planned_ahead_drafts_and_preemption_change_nothing(kind: str, tmp_path: Path) -> None:
+    save_untied(kind, KINDS[kind], tmp_path)
+    reference = load_reference(tmp_path)
+    specs = [make_spec(f"{i}", prompt, 12, ignore_eos=True) for i, prompt in enumerate(prompts())]
+    got, num_ahead = tokens_of(make_engine(tmp_path), specs, ahead=True)
+    assert sum(same_up_to_near_ties(g, refer(reference, p, 12)) for g, p in zip(got, prompts(), strict=True)) >= 4
+    assert num_ahead > 0
+    engine = make_engine(tmp_path, EngineConfig(num_blocks=14, max_num_seqs=8, max_num_batched_tokens=48))
+    many = [[*prompts()[1][:16], number] for number in range(6)]
+    got = answers(engine, [make_spec(f"{i}", prompt, 40, ignore_eos=True) for i, prompt in enumerate(many)], 0)[0]
+    assert sum(same_up_to_near_ties(g, refer(reference, p, 40)) for g, p in zip(got, many, strict=True)) >= 4
+    assert engine.load().preemptions > 0
+    drafting = EngineConfig(num_blocks=96, max_num_seqs=8, max_num_batched_tokens=48, speculation="ngram")
+    again = [prompt + refer(reference, prompt, 12).tokens for prompt in prompts()]
+    specs = [make_spec(f"{i}", prompt, 12, ignore_eos=True) for i, prompt in enumerate(again)]
+    got = answers(make_engine(tmp_path, drafting), specs, 0)[0]
+    assert sum(same_up_to_near_ties(g, refer(reference, p, 12)) for g, p in zip(got, again, strict=True)) >= 4
+
+
+EYES = {"image_token_id": 500, "vision_start_token_id": 501, "vision_end_token_id": 502, "video_token_id": 503}
+TEXT = SIZES | {"pad_token_id": 0, "tie_word_embeddings": False}
+TURNED = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}}
+SEEN = {
+    "hidden_size": 32, "image_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2,
+    "patch_size": 8,
+}  # fmt: skip
+QWEN_SEES = {
+    "deepstack_visual_indexes": [0], "depth": 2, "fullatt_block_indexes": [1], "hidden_size": 32, "in_channels": 3,
+    "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 16, "out_hidden_size": 64, "patch_size": 14,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 28,
+}  # fmt: skip
+WITH_EYES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": TEXT | HEADS | WINDOW, "vision_config": SEEN, "image_token_index": 500, "boi_token_index": 501,
+        "eoi_token_index": 502, "mm_tokens_per_image": 4,
+    },
+    "internvl": {"text_config": TEXT | {"model_type": "qwen2"}, "vision_config": SEEN, "image_token_id": 500},
+    "llava": {
+        "text_config": TEXT | {"model_type": "llama"}, "vision_config": SEEN | {"model_type": "siglip_vision_model"},
+        "image_token_index": 500,
+    },
+    "mistral3": {
+        "text_config": TEXT | HEADS | {"model_type": "mistral"}, "vision_config": SEEN | {"model_type": "pixtral"},
+        "image_token_index": 500,
+    },
+    "qwen2_5_vl": {"text_config": TEXT | HEADS | TURNED, "vision_config": QWEN_SEES, **EYES},
+    "qwen3_vl": {"text_config": TEXT | HEADS | TURNED, "vision_config": QWEN_SEES, **EYES},
+    "smolvlm": {
+        "text_config": TEXT | {"model_type": "llama"}, "vision_config": SEEN, "image_token_id": 500, "scale_factor": 2,
+    },
+}  # fmt: skip
+
+
+def save_with_eyes(kind: str, folder: Path) -> Any:
+    """Saves a checkpoint as it is published. Returns the whole model, whose text is the reference."""
+    from transformers import AutoConfig
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **WITH_EYES[kind])
+    model = asking._auto_class(config).from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight += torch.empty_like(weight).uniform_(-0.5, 0.5)
+            elif "language_model" in name or "lm_head" in name:
+                weight.normal_(0, 0.25)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("kind", WITH_EYES)
+def test_the_text_of_a_model_that_sees_answers_as_generate(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    reference = save_with_eyes(kind, tmp_path)
+    engine = make_engine(tmp_path)
+    assert num_as_generate(engine, reference) >= 8
+    loaded = sum(weight.numel() for weight in engine.runner.rank.model.parameters())  # type: ignore[attr-defined]
+    assert loaded < sum(weight.numel() for weight in reference.parameters())
+    assert "this worker serves text: model.vi" in caplog.text
+    assert "does not use all tensors" not in caplog.text
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bert": ({}, "layer 0 attends to later tokens, too"),
+    "bloom": ({"n_head": 4, "n_layer": 4}, "layer 0 attends by itself, past the attention function"),
+    "deepseek_v32": (LATENT, "the model keeps keys of an indexer"),
+    "diffllama": ({}, "layer 0 attends twice, and its KV has one place"),
+    "doge": ({}, "layer 0 has a mask of its own"),
+    "gptj": (SMALL_GPT | {"rotary_dim": 8}, "models of type 'gptj' have attention of their own"),
+    "llama4_text": (
+        EXPERTS | HEADS | {"attention_chunk_size": 32, "intermediate_size_mlp": 96},
+        "layer 0 keeps 32 tokens, but its attention is given a window of None",
+    ),
+    "mamba": ({"state_size": 8}, "the model keeps a recurrent state per sequence"),
+    "qwen3_next": (
+        EXPERTS | HEADS | {"layer_types": ["linear_attention", "full_attention"] * 2},
+        "layer 0 keeps a recurrent state",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_computed_is_refused_by_a_sentence(kind: str, tmp_path: Path) -> None:
+    extra, sentence = REFUSED[kind]
+    save_untied(kind, extra, tmp_path)
+    edit_config(tmp_path, architectures=None)
+    with pytest.raises(ModelLoadError, match=sentence) as refusal:
+        make_engine(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_window_that_a_configuration_names_and_the_model_ignores_is_refused(tmp_path: Path) -> None:
+    save_untied("llama", {}, tmp_path)
+    edit_config(tmp_path, attention_chunk_size=7)
+    with pytest.raises(ModelLoadError, match="layer 0 keeps 7 tokens, but its attention is given a window of None"):
+        make_engine(tmp_path)
+
+
+def test_terms_of_attention_that_nobody_knows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    def with_bias(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, position_bias=torch.zeros(1), **kwargs)
+
+    forward = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", with_bias)
+    save_untied("llama", {}, tmp_path)
+    with pytest.raises(ModelLoadError, match="layer 0 asks attention for position_bias, which is not computed here"):
+        make_engine(tmp_path)
+
+
+def test_a_model_that_only_its_own_attention_computes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps its last keys beside the cache, which no question shows; only the check with the weights sees it."""
+    from transformers.models.llama import modeling_llama
+
+    def with_memory(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden_states.shape[1] > 1:
+            hidden_states = torch.cat([hidden_states[:, :1], hidden_states[:, 1:] + hidden_states[:, :-1]], dim=1)
+        return forward(self, hidden_states, *args, **kwargs)
+
+    forward = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", with_memory)
+    save_untied("llama", {}, tmp_path)
+    with pytest.raises(ModelLoadError, match=r"type 'llama' are not supported: .* differ from those of its own"):
+        make_engine(tmp_path)
+    monkeypatch.setattr(self_check, "require_equal", lambda *_: None)
+    make_engine(tmp_path)
+
+
+FULL_SIZES = {"deepseek_v3": 70_272, "gemma3_text": 106_496, "gemma4_text": 143_360, "gpt_oss": 73_728}
+
+
+@pytest.mark.parametrize("kind", FULL_SIZES)
+def test_a_model_of_full_size_answers_within_seconds(kind: str) -> None:
+    from transformers import AutoConfig
+
+    began_s = time.process_time()
+    spec = ask(AutoConfig.for_model(kind)).shape.cache_spec(16, "bfloat16", 1)
+    print(f"{kind}: {time.process_time() - began_s:.1f} s of processor time")
+    assert spec.block_bytes == 16 * FULL_SIZES[kind]
+    assert time.process_time() - began_s < 5 * 5
+
+
+def test_latents_are_never_expanded(tmp_path: Path) -> None:
+    """A page holds the latent and the rotated part, and a step multiplies no key of the history."""
+    save_untied("deepseek_v3", LATENT, tmp_path)
+    engine = make_engine(tmp_path)
+    (group,) = engine.runner.spec.groups
+    assert (group.num_kv_heads, group.k_dim, group.v_dim) == (1, 32, 8)
+    rank: ModelRank = engine.runner.rank  # type: ignore[attr-defined]
+    widths = list[int]()
+    for name, module in rank.model.named_modules():
+        if name.endswith("kv_b_proj"):
+            module.register_forward_pre_hook(lambda module, given: widths.append(given[0].shape[-2]))
+    answers(engine, [make_spec("one", prompts()[3], 4, ignore_eos=True)], 0)
+    assert not widths
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_of_prompts_are_those_of_the_model(kind: str, tmp_path: Path) -> None:
+    save_untied(kind, KINDS[kind], tmp_path)
+    reference, tokens = load_reference(tmp_path), prompts()[3]
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    rank: ModelRank = make_engine(tmp_path).runner.rank  # type: ignore[attr-defined]
+    spec = rank.cache.spec
+    found = torch.cat([rank.compute(step, lambda *_: None) for step in self_check.steps(tokens[:50], spec)])
+    assert float((found.log_softmax(-1) - expected[:50]).abs().max()) < 1e-4
