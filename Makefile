@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 TOOLS := $(VENV)/tools
 # So does what builds the site of the documents.
 DOCS := $(VENV)/docs
-LOCK_TOOLS := uv==0.13.9 pip-audit==2.10.1
+LOCK_TOOLS := uv==0.13.9 pip-audit==2.10.1 pip-licenses==5.5.5 cyclonedx-bom==7.5.0
 TORCH := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 # Asked beside pip's own indexes where there is no NVIDIA driver: PyPI has only the build that brings CUDA, gigabytes of it.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -111,15 +111,43 @@ $(TOOLS)/.installed: Makefile
 	@$(TOOLS)/bin/python -m pip install --no-compile --disable-pip-version-check --quiet $(LOCK_TOOLS)
 	@touch $@
 
-# Which exact versions are installed: by the images, with the hash of each file, and by `install`. Asks the package index.
-# What is locked stays while pyproject.toml allows it; `make lock UPGRADE=1` takes the newest that it allows.
+# Exact versions: constraints.txt has those of `make install`, and each lock the files of an image with their hashes. Locked
+# versions stay while pyproject.toml allows them; `make lock UPGRADE=1` takes the newest. uv asks PyPI, and PyTorch's index.
+LOCKS := deploy/docker/locks
+TORCH_INDEX := https://download.pytorch.org/whl
+UV := $(TOOLS)/bin/uv pip compile --no-config --quiet --no-annotate --only-binary=:all: --python-version=3.11.11
+# $(call LOCK,NAME,PACKAGES,OPTIONS): for each processor, and the C library of the images' base.
+LOCK = $(foreach cpu,x86_64 aarch64,printf '%s\n' $(2) | $(UV) --python-platform=$(cpu)-manylinux_2_36 $(3) \
+	-o $(TOOLS)/pylock.$(1)-$(cpu).toml - &&) $(call WRITE,$(1),$(1))
+WRITE = $(TOOLS)/bin/python -m tools.lock $(LOCKS)/$(1).txt $(foreach cpu,x86_64 aarch64,$(TOOLS)/pylock.$(2)-$(cpu).toml)
 .PHONY: lock audit
-lock: $(STAMP) $(TOOLS)/.installed
-	$(BIN)/python -m tools.lock --uv $(TOOLS)/bin/uv $(if $(UPGRADE),--upgrade)
+lock: $(TOOLS)/.installed
+	@rm -f $(TOOLS)/pylock.*
+	@echo hatchling | $(UV) --python-platform=x86_64-manylinux_2_36 --custom-compile-command='make lock' \
+		$(if $(UPGRADE),--upgrade) pyproject.toml --extra worker --extra local --extra plot --extra dev -o $(CONSTRAINTS) -
+	@$(call LOCK,build,hatchling,-c $(CONSTRAINTS))
+	@$(call LOCK,router,gguf huggingface-hub numpy safetensors,-c $(CONSTRAINTS) pyproject.toml)
+	@$(call LOCK,worker,gguf lightkube ray,-c $(CONSTRAINTS) pyproject.toml --extra worker)
+	@$(call WRITE,torch-cu130,worker)
+	@torch=$$(sed -n 's/^torch==//p' $(CONSTRAINTS)); for build in cpu cu126 cu129; do \
+		($(call LOCK,torch-$$build,torch==$$torch,--default-index=$(TORCH_INDEX)/$$build)) \
+			|| echo "torch-$$build.txt is not renewed"; done
 
-# Known vulnerabilities and licences of what the locks name, and dist/sbom/. Status 3: no database could be asked.
+# Licences that pyproject.toml does not allow, a bill of materials of each image in dist/sbom/, and known vulnerabilities. The
+# terms of NVIDIA's libraries are their own: a program may be passed on with them. Status 3: no database could be asked about
+# every package.
+PACKAGES := $(TOOLS)/packages.txt
+SBOM = cat $(2:%=$(LOCKS)/%.txt) | PYTHONWARNINGS=ignore $(TOOLS)/bin/cyclonedx-py requirements --output-reproducible \
+	--mc-type application --pyproject pyproject.toml -o dist/sbom/$(1).cdx.json -
 audit: $(STAMP) $(TOOLS)/.installed
-	$(BIN)/python -m tools.audit --pip-audit $(TOOLS)/bin/pip-audit
+	@sed -n 's/^\([a-z0-9.-]*==[^+ ]*\).*/\1/p' $(LOCKS)/*.txt | sort -u > $(PACKAGES)
+	$(TOOLS)/bin/pip-licenses --python $(BIN)/python --with-system --summary \
+		--packages $$(sed '/^nvidia-/d; /^cuda-/d; s/==.*//' $(PACKAGES))
+	@mkdir -p dist/sbom
+	$(call SBOM,baton-router,router)
+	$(call SBOM,baton-worker,torch-cpu worker)
+	$(call SBOM,baton-worker-cuda,torch-cu130 worker)
+	.ci/known-vulnerabilities $(TOOLS)/bin/pip-audit $(PACKAGES)
 
 # The site of the documents, with its links checked, in dist/site. It needs nothing of the rest.
 .PHONY: docs

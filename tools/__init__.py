@@ -5,16 +5,14 @@ api_docs     the tables of docs/http.md, from the declared fields
 chart_docs   the chart's schema and table of values, from the settings
 reference_docs  the tables of docs/configuration.md and docs/grpc.md, from settings, protos and errors
 site         the documents as a site, with mkdocs
-lock         which exact versions are installed: by the images, with the hash of each file, and by `make install`
+lock         the images' locks, from what uv resolved: exact versions with the hash of each file
 release      one version everywhere, and the images of a release by their digests
-audit        known vulnerabilities, licences and a bill of materials of what the locks name
 mutants      faults of one line, each of which a test must see
 walk         the files that a prompt passes, from a traced request
 """
 
 __all__ = [
     "api_docs",
-    "audit",
     "chart_docs",
     "dashboards",
     "lock",

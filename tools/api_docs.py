@@ -7,7 +7,6 @@ the page is written by hand.
 from __future__ import annotations
 
 import json
-import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from router.api.apis import APIS
 from router.api.document import Endpoint, OperatorCall
 from router.api.fields import Refusal, WithoutEffect
 from router.api.unserved import ANTHROPICS, OPENAIS
+from tools.chart_docs import between
 
 PAGE = Path("docs/http.md")
 BEGIN, END = "<!-- fields: written by `python -m tools.api_docs` -->", "<!-- end of fields -->"
@@ -92,8 +92,7 @@ def _refused(refusal: Refusal) -> str:
 
 def written(page: Path) -> str:
     """The page with today's tables."""
-    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
-    return pattern.sub(lambda _: f"{BEGIN}\n\n{tables()}\n{END}", page.read_text(encoding="utf-8"))
+    return between(page.read_text(encoding="utf-8"), BEGIN, tables(), END)
 
 
 if __name__ == "__main__":

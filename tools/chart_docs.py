@@ -13,7 +13,6 @@ import ast
 import inspect
 import itertools
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,17 +97,23 @@ def _section(section: Schema, definitions: Schema, defaults: Any, skipped: set[s
         if "$ref" in (inner := own.get("additionalProperties", ())):
             own["additionalProperties"] = _section(inner, definitions, {}, set())
         default = value.get("default", defaults.get(name))
-        properties[name] = {"description": _one_line(value["description"]), "default": default, **own}
+        properties[name] = {"description": one_line(value["description"]), "default": default, **own}
     return {
-        "description": _one_line(section["description"]),
+        "description": one_line(section["description"]),
         "type": "object",
         "additionalProperties": False,
         "properties": properties,
     }
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def between(text: str, begin: str, tables: str, end: str) -> str:
+    """The text with today's tables between the two marks."""
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n\n{tables}\n{end}{rest.partition(end)[2]}"
 
 
 def schema_text(text: str) -> str:
@@ -120,10 +125,7 @@ def schema_text(text: str) -> str:
 
 def readme_text(text: str, schema: Schema, defaults: dict[str, Any]) -> str:
     """README.md with today's tables."""
-    tables = "\n\n".join(_tables(schema, defaults))
-    return re.sub(
-        f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: f"{BEGIN}\n\n{tables}\n\n{END}", text, flags=re.DOTALL
-    )
+    return between(text, BEGIN, "\n\n".join(_tables(schema, defaults)) + "\n", END)
 
 
 def _tables(schema: Schema, defaults: dict[str, Any]) -> Iterator[str]:

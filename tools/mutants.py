@@ -1,6 +1,6 @@
 """Breaks the product on purpose, one line at a time, and sees that a test notices: the test of the tests.
 
-    python -m tools.mutants [--jobs N] [--only fast|other] [NAME ...]
+    python -m tools.mutants [--jobs N] [NAME ...]
 
 `mutants.yaml` lists the faults: a file, a line of it, what the line becomes, and the test that must fail then. Each is
 tried in a throw-away copy of the tree. One process imports what tests need of other packages (torch alone takes
@@ -293,20 +293,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="copies of the tree (default: %(default)s)"
     )
-    parser.add_argument(
-        "--only", choices=["fast", "other"], help="those that unit and contract tests must see, or the others"
-    )
     asked = parser.parse_args(arguments)
     try:
         mutants = load()
         if unknown := set(asked.names) - {mutant.name for mutant in mutants}:
             raise BadList(f"no such mutants: {', '.join(sorted(unknown))}")
-        mutants = [
-            mutant
-            for mutant in mutants
-            if (not asked.names or mutant.name in asked.names)
-            and (not asked.only or mutant.is_fast == (asked.only == "fast"))
-        ]
+        mutants = [mutant for mutant in mutants if not asked.names or mutant.name in asked.names]
         check(mutants)
     except BadList as error:
         print(error, file=sys.stderr)

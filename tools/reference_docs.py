@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from baton import errors
 from baton.config import Config
 from baton.config.load import SHORT_NAMES
-from tools.chart_docs import described_settings
+from tools.chart_docs import between, described_settings, one_line
 
 ROOT = Path(__file__).parents[1]
 SETTINGS_PAGE, GRPC_PAGE = Path("docs/configuration.md"), Path("docs/grpc.md")
@@ -38,7 +38,7 @@ def settings_tables() -> str:
     lines = []
     for name, value in schema["properties"].items():
         section = schema["$defs"][value["$ref"].removeprefix("#/$defs/")]
-        lines += [f"## {name}", "", _one_line(section["description"]), "", "| Setting | Default | |", "|---|---|---|"]
+        lines += [f"## {name}", "", one_line(section["description"]), "", "| Setting | Default | |", "|---|---|---|"]
         for key, field in section["properties"].items():
             lines.append(_setting(f"{name}.{key}", field, defaults[name].get(key)))
         lines.append("")
@@ -46,17 +46,13 @@ def settings_tables() -> str:
 
 
 def _setting(name: str, field: dict[str, Any], default: Any) -> str:
-    text = _one_line(field.get("description", ""))
+    text = one_line(field.get("description", ""))
     if choices := field.get("enum", ()):
         text += f" One of: {', '.join(f'`{choice}`' for choice in choices)}."
     if name in VARIABLES:
         text += f" In the environment: `{VARIABLES[name]}`."
     shown = "unlimited" if default is None else f"`{json.dumps(default, ensure_ascii=False)}`"
     return f"| `{name}` | {shown} | {_cell(text)} |"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _cell(text: str) -> str:
@@ -137,15 +133,10 @@ def _errors() -> list[str]:
 
 def written() -> dict[Path, str]:
     """Both pages with today's tables, by their paths in the repository."""
+    pages = {SETTINGS_PAGE: settings_tables(), GRPC_PAGE: grpc_tables()}
     return {
-        SETTINGS_PAGE: _between_marks(SETTINGS_PAGE, settings_tables()),
-        GRPC_PAGE: _between_marks(GRPC_PAGE, grpc_tables()),
+        page: between((ROOT / page).read_text(encoding="utf-8"), BEGIN, tables, END) for page, tables in pages.items()
     }
-
-
-def _between_marks(page: Path, tables: str) -> str:
-    before, _, rest = (ROOT / page).read_text(encoding="utf-8").partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{tables}\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from baton.config.section import COMMA_SEPARATED, ON_OFF, WHOLE, AtLeastOne, Mus
 from baton.errors import ConfigError
 
 TRANSPORT_NAMES = ("ipc", "nccl", "shm", "tcp")
-NCCL_PAIR_BYTES = 42 * 2**20
+NCCL_CONNECTION_BYTES = 42 * 2**20
 """Maximum GPU memory of one side of an nccl transport, in bytes (`pair-memory` in tests/gpu)."""
 NCCL_MODES = ("nonblocking-eager", "nonblocking-lazy", "blocking-eager", "blocking-lazy")
 NcclMode: TypeAlias = Annotated[str, OneOf(*NCCL_MODES)]
@@ -70,8 +70,7 @@ class TransferConfig:
     transports: Annotated[tuple[TransportName, ...], COMMA_SEPARATED] = ("ipc", "nccl", "shm", "tcp")
     """Transports that a worker offers and accepts, preferred first. ipc requires that both workers use the same GPU, or
     two GPUs of one host with peer access from the receiver to the sender. nccl requires two GPUs, and a single rank on
-    both sides. shm requires two CPU caches on one host. tcp always works. An nccl transport
-    signals over TCP."""
+    both sides. shm requires two CPU caches on one host. tcp always works. An nccl transport signals over TCP."""
 
     plaintext_transports: Annotated[tuple[PlainKind, ...], COMMA_SEPARATED] = ()
     """Transports over which KV may leave a machine unencrypted even if the cluster has certificates
@@ -88,8 +87,8 @@ class TransferConfig:
         over_nccl = "nccl" in self.transports and num_ranks == 1
         over_ipc = "ipc" in self.transports
         slots = 2 * self.num_slots * self.gpu_slot_bytes if over_nccl or over_ipc else 0  # sent and received
-        pairs = (self.max_connections or 32) * NCCL_PAIR_BYTES if over_nccl else 0
-        return slots + pairs + self.gpu_rings_mib * 2**20 * over_ipc
+        connections = (self.max_connections or 32) * NCCL_CONNECTION_BYTES if over_nccl else 0
+        return slots + connections + self.gpu_rings_mib * 2**20 * over_ipc
 
     def __post_init__(self) -> None:
         if not self.transports:

@@ -9,8 +9,7 @@ local seq, op, packed, num_keys = tonumber(ARGV[3]), ARGV[4], ARGV[5], tonumber(
 local CHUNK = 4000 -- unpack() fails near 8000 arguments
 
 -- Race: a worker wakes from a long pause after its successor took the name. If the check and the write were two steps,
--- its
--- late event would credit the successor's cold cache with blocks that it does not hold.
+-- its late event would credit the successor's cold cache with blocks that it does not hold.
 local held = redis.call('EXISTS', lease) == 1 and epochs(lease, KEYS[6]) or 0
 if held > tonumber(ARGV[2]) then return {'fenced', string.format('%.0f', held), garbage} end
 -- These keys share one lifetime: if one has a wrong type or form, all count as lost.

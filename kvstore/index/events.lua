@@ -1,10 +1,9 @@
 -- Events after a position. Returns {events, garbage}: each event is {id, its alternating fields and values}, or {id}
--- alone
--- if it exceeds the size limit.
+-- alone if it exceeds the size limit.
 --
 -- KEYS  1 event stream
--- ARGV  1 id of the previous event  2 maximum number of events  3 maximum bytes of one  4 bytes after which no more are
--- added
+-- ARGV  1 id of the previous event  2 maximum number of events  3 maximum bytes of one
+--       4 bytes after which no more are added
 if not is(KEYS[1], 'stream') then return {{}, garbage} end
 local STEP = 16 -- entries copied at once, because an entry may have any size
 local events, total, after, wanted = {}, 0, ARGV[1], tonumber(ARGV[2])

@@ -32,8 +32,7 @@ local function natural(text, most, key) -- nil: there is none
 end
 
 -- The number in a string, or in a field of a hash; nil: there is none, or it cannot be read. A value that is longer
--- than
--- a number is not copied.
+-- than a number is not copied.
 local function number_at(key, most, field)
   if not is(key, field and 'hash' or 'string') then return nil end
   local length = field and redis.call('HSTRLEN', key, field) or redis.call('STRLEN', key)
@@ -48,8 +47,7 @@ local MAX_EPOCH = 4398046511104 -- 2^42 ms: the year 2109
 local MAX_SEQ = 9007199254740991 -- 2^53 - 1: beyond it numbers are not exact
 
 -- Without the set of ids no worker is listed until it renews. A loss of the store's state has the same effect, so the
--- loss
--- of the set is reported as one.
+-- loss of the set is reported as one.
 local function enlist(id, ids, boot)
   if make_room(ids, 'set') then redis.call('UNLINK', boot) end
   redis.call('SADD', ids, id)

@@ -1,6 +1,5 @@
 -- Reads values within bounds: a value above its size limit is neither copied nor sent. Returns {{a result for each
--- key},
--- garbage}: false if there is no such key, a list of its values, or a text that says why it cannot be read.
+-- key}, garbage}: false if there is no such key, a list of its values, or a text that says why it cannot be read.
 --
 -- KEYS  strings, or hashes
 -- ARGV  for strings: 1 the maximum bytes; for hashes, for each wanted field: its name, its maximum bytes

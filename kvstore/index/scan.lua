@@ -4,8 +4,8 @@
 -- KEYS  1 the set or hash
 -- ARGV  1 'set' or 'hash'  2 cursor  3 approximate number of names  4 maximum bytes of a name
 --
--- A step through a small set or hash returns all of it, however few names were asked for; Redis limits what counts as
--- small.
+-- A step through a small set or hash returns all of it, however few names were asked for; Redis limits what counts
+-- as small.
 local kind, most = ARGV[1], tonumber(ARGV[4])
 local there = redis.call('TYPE', KEYS[1]).ok
 if there ~= kind and there ~= 'none' then return {'WRONGTYPE: a ' .. there .. ' in the place of a ' .. kind, {}, 0, garbage} end

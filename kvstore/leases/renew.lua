@@ -1,16 +1,14 @@
 -- Renews a lease and the keys that expire with it. Returns {0, garbage}; or {the epoch that holds the id, garbage}: a
--- newer
--- epoch that fences the caller off, or the caller's own if its lease has expired.
+-- newer epoch that fences the caller off, or the caller's own if its lease has expired.
 --
 -- KEYS  1 highest epoch  2 lease  3 worker ids  4 boot token  5 seq  6 blocks  7 snapshot parts  8 seal
 -- ARGV  1 worker id  2 epoch  3 info  4 load  5 lease, ms  6 lifetime of 5-8, ms  7 lifetime of the highest epoch, ms
 --       8 stamp; '': nothing is signed  9 signature
 --
--- Race: a paused worker renews after its successor has acquired. If the comparison and the write were two steps, it
--- would
--- take the lease back. The highest epoch wins, also over an expired lease. After a loss of all state no epoch is known:
--- any
--- live worker gets its own epoch back, and a zombie that came first is fenced by its successor's next renewal.
+-- Race: a paused worker renews after its successor has acquired. If the comparison and the write were two steps,
+-- it would take the lease back. The highest epoch wins, also over an expired lease. After a loss of all state no
+-- epoch is known: any live worker gets its own epoch back, and a zombie that came first is fenced by its
+-- successor's next renewal.
 local holder, own = epochs(KEYS[2], KEYS[1]), tonumber(ARGV[2])
 local has_expired = holder == own and redis.call('EXISTS', KEYS[2]) == 0
 if holder > own or has_expired then return {string.format('%.0f', holder), garbage} end

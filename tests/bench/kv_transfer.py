@@ -1,8 +1,8 @@
 """The KV transfer between two processes against a raw TCP socket that moves as many bytes between the same two.
 
-The KV transfer is whole: gather from scattered blocks, checksum, the link, verify, scatter, commit. Offer and grant
-pass before, as they do while a prompt waits for its turn. The socket does `sendall` and `recv_into` of one flat buffer:
-what the machine can do, not what would serve.
+The KV transfer is whole: gather from scattered blocks, checksum, the transport, verify, scatter, commit. Offer and
+grant pass before, as they do while a prompt waits for its turn. The socket does `sendall` and `recv_into` of one flat
+buffer: what the machine can do, not what would serve.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.kv_transfer_peer import LINKS, TLS
+from tests.bench.kv_transfer_peer import TLS, TRANSPORTS
 from tests.bench.peer import Peer
 from tests.bench.report import Report, Table
 from tests.bench.stats import interleaved, ratio, spread
@@ -21,7 +21,7 @@ from tests.support.certificates import Authority
 TOKEN_BYTES = 46_080
 BLOCK_TOKENS = 16
 NUM_TOKENS = (512, 2000)
-ARMS = ("raw TCP", *(f"{link}, checksum {checksum}" for link in LINKS for checksum in ("full", "off")))
+ARMS = ("raw TCP", *(f"{transport}, checksum {checksum}" for transport in TRANSPORTS for checksum in ("full", "off")))
 LAYER_S = 0.01
 
 
@@ -95,7 +95,7 @@ def _end_to_end(pair: TransferPair, num_rounds: int, total_bytes: int) -> Table:
     table = Table(
         f"KV transfer, two processes, SmolLM2-135M's KV in {BLOCK_TOKENS}-token blocks, {num_rounds} rounds",
         ("", "GB/s", "of raw TCP", "CPU-s/GB", "ms a prompt"),
-        note="Gates: a network link at least 0.8 of raw TCP, shm at least 2.",
+        note="Gates: tcp at least 0.8 of raw TCP, shm at least 2.",
     )
     for num_tokens in NUM_TOKENS:
         num_bytes = num_tokens * TOKEN_BYTES

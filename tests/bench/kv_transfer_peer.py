@@ -54,10 +54,10 @@ SPEC = KVSpec(
 """SmolLM2-135M's: 46,080 bytes a token."""
 NUM_BLOCKS = 160
 TLS = "tcp, TLS"
-LINKS = {"tcp": "tcp", TLS: "tcp", "shm": "shm"}
+TRANSPORTS = {"tcp": "tcp", TLS: "tcp", "shm": "shm"}
 MODES = {
-    f"{name}, checksum {checksum}": TransferConfig(transports=(link,), checksum=checksum)
-    for name, link in LINKS.items()
+    f"{name}, checksum {checksum}": TransferConfig(transports=(transport,), checksum=checksum)
+    for name, transport in TRANSPORTS.items()
     for checksum in ("full", "off")
 }
 COMPUTE_S = 0.005

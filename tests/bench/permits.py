@@ -1,7 +1,7 @@
 """What permits cost: a pull between two workers with a secret against the same pull without one, and a router's share.
 
-The two workers and the router are in one process, with real gRPC and links. The arithmetic engine's KV is tiny, so a
-pull here is little more than what permits add to: of a real model's, whose KV takes 50 ms and more, they are nothing.
+The two workers and the router are in one process, with real gRPC and transports. The arithmetic engine's KV is tiny, so
+a pull here is little more than what permits add to: of a real model's, whose KV takes 50 ms and more, they are nothing.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def leased(worker: peers.Worker) -> Worker:
 
 
 @contextlib.asynccontextmanager
-async def pair_of(link: str, secret: Path | None) -> AsyncIterator[Pair]:
-    config = peers.with_link(link, slot_bytes=2**20, pull_timeout_s=60.0)
+async def pair_of(transport: str, secret: Path | None) -> AsyncIterator[Pair]:
+    config = peers.with_link(transport, slot_bytes=2**20, pull_timeout_s=60.0)
     keys = KeyFile(secret, Principal.WORKER) if secret else None
     hints = HintTracker(Mirror(), Instruments(builders.cluster_status))
     router = WorkerSelector(
@@ -89,20 +89,20 @@ def run(quick: bool) -> Report:
 async def _table(num_rounds: int) -> Table:
     table = Table(
         f"A pull of {NUM_TOKENS} tokens of almost no bytes, {num_rounds} rounds",
-        ("link", "ms without", "ms with a permit", f"speed (gate {GATE})", "router CPU us more"),
+        ("transport", "ms without", "ms with a permit", f"speed (gate {GATE})", "router CPU us more"),
     )
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder) / "secret"
         write_private(secret, draw_secret())
-        for link in ("tcp", "shm"):
-            table.rows.append((link, *await _row(link, secret, num_rounds)))
+        for transport in ("tcp", "shm"):
+            table.rows.append((transport, *await _row(transport, secret, num_rounds)))
     return table
 
 
-async def _row(link: str, secret: Path, num_rounds: int) -> tuple[Spread, ...]:
+async def _row(transport: str, secret: Path, num_rounds: int) -> tuple[Spread, ...]:
     wall: dict[str, list[float]] = {arm: [] for arm in ARMS}
     cpu: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    async with pair_of(link, None) as without, pair_of(link, secret) as permitted:
+    async with pair_of(transport, None) as without, pair_of(transport, secret) as permitted:
         pairs = dict(zip(ARMS, (without, permitted), strict=True))
         for pair in pairs.values():
             await pair.pull(0)

@@ -78,7 +78,7 @@ def _faults(num_kills: int, num_freezes: int) -> Table:
             found = _recoveries(mode, num_prompt_tokens, signal.SIGKILL, num_kills)
             table.rows.append(_row(f"SIGKILL, {mode}, {num_prompt_tokens} prompt tokens, {num_kills} times", found))
     found = _recoveries("disaggregated", NUM_PROMPT_TOKENS[0], signal.SIGSTOP, num_freezes)
-    table.rows.append(_row(f"SIGSTOP, split, {NUM_PROMPT_TOKENS[0]} prompt tokens, {num_freezes} times", found))
+    table.rows.append(_row(f"SIGSTOP, disaggregated, {NUM_PROMPT_TOKENS[0]} prompt tokens, {num_freezes} times", found))
     return table
 
 

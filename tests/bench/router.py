@@ -3,8 +3,9 @@
     this process (clients) ──> router process ──> stub worker process      and, as the reference,
     this process (clients) ──────────────────────> stub worker process
 
-Two real routers stand in front of the same workers, one that always aggregates and one that always splits. All of it
-runs on this machine, so requests/s is what router, clients and workers reach together; CPU is the router process's own.
+Two real routers stand in front of the same workers, one that always aggregates and one that always disaggregates. All
+of it runs on this machine, so requests/s is what router, clients and workers reach together; CPU is the router
+process's own.
 """
 
 from __future__ import annotations
@@ -149,14 +150,19 @@ def run(quick: bool) -> Report:
     with EmbeddedRedis() as redis, Peer("tests.bench.stub_worker") as stub:
         address = stub.ask("start", redis_url=redis.url, revision=model.revision, token_ids=answer_ids)["address"]
         config = replace(config, index=IndexConfig(redis_url=redis.url))
-        with running_router(config, "aggregated") as aggregated, running_router(config, "disaggregated") as split:
+        with (
+            running_router(config, "aggregated") as aggregated,
+            running_router(config, "disaggregated") as disaggregated,
+        ):
             arms = {
-                "direct Decode": Arm(lambda: Direct(address, split=False), None),
+                "direct Decode": Arm(lambda: Direct(address, disaggregated=False), None),
                 "gRPC": Arm(lambda: Grpc(aggregated.grpc), aggregated.pid, "direct Decode"),
                 "HTTP": Arm(lambda: Http(aggregated.http, stream=False), aggregated.pid, "direct Decode"),
                 "HTTP, SSE": Arm(lambda: Http(aggregated.http, stream=True), aggregated.pid, "direct Decode"),
-                "direct Decode + Prefill": Arm(lambda: Direct(address, split=True), None),
-                "gRPC, disaggregated": Arm(lambda: Grpc(split.grpc), split.pid, "direct Decode + Prefill"),
+                "direct Decode + Prefill": Arm(lambda: Direct(address, disaggregated=True), None),
+                "gRPC, disaggregated": Arm(
+                    lambda: Grpc(disaggregated.grpc), disaggregated.pid, "direct Decode + Prefill"
+                ),
             }
             with limited_router(config, "aggregated") as router:
                 limited = {

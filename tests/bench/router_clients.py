@@ -51,10 +51,10 @@ def _channel(address: str) -> grpc.aio.Channel:
 
 
 class Direct:
-    def __init__(self, address: str, split: bool) -> None:
+    def __init__(self, address: str, disaggregated: bool) -> None:
         self._worker = worker(address=address, known_fields=wire.KNOWN_FIELDS)
         self._calls = WorkerClient()
-        self._split = split
+        self._disaggregated = disaggregated
 
     async def ask(self, prompt: Prompt, num_tokens: int, gap_us: int) -> int:
         length = len(prompt.token_ids)
@@ -69,9 +69,9 @@ class Direct:
         count = 0
         async with contextlib.AsyncExitStack() as stack:
             decode = await stack.enter_async_context(
-                self._calls.decode(self._worker, spec, await_kv=self._split, trace=Context())
+                self._calls.decode(self._worker, spec, await_kv=self._disaggregated, trace=Context())
             )
-            if self._split:
+            if self._disaggregated:
                 ticket = await decode.read()
                 assert isinstance(ticket, Ticket)
                 prefill = await stack.enter_async_context(

@@ -209,7 +209,7 @@ LINK_DELAY_S = 1.0
 
 
 @pytest.mark.chaos
-def test_a_slow_link_delays_no_first_token() -> None:
+def test_a_slow_transport_delays_no_first_token() -> None:
     """A second for every chunk of the KV transfer: the second token waits for it, the first does not."""
     with running_fleet(TransferConfig(), SPLIT, faults=f"link_delay_ms={1e3 * LINK_DELAY_S:.0f}") as fleet:
         cluster = fleet.fill(*Role)

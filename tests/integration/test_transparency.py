@@ -187,7 +187,7 @@ def test_every_end_occurs_over_other_apis(other_answers: list[ApiAnswer]) -> Non
 
 
 @pytest.mark.chaos
-def test_split_or_not(split_fleet: Fleet, all_answers: list[Listening | ApiAnswer]) -> None:
+def test_disaggregated_or_not(split_fleet: Fleet, all_answers: list[Listening | ApiAnswer]) -> None:
     same(all_of(ALL, lambda request: heard_from(split_fleet, request)), all_answers)
 
 

@@ -94,10 +94,6 @@ class Dashboard:
     variables: tuple[Variable, ...]
     sections: tuple[Section, ...]
 
-    @property
-    def panels(self) -> tuple[Panel, ...]:
-        return tuple(panel for section in self.sections for panel in section.panels)
-
 
 NAMESPACE = Variable(name="namespace", metric="baton_build_info", label="namespace", title="Namespace", has_all=False)
 JOB = Variable(

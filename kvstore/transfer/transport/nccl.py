@@ -20,7 +20,7 @@ from kvstore.transfer.device import gpu_of
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES, payload_bytes
 from kvstore.transfer.transport import tcp
 from kvstore.transfer.transport.base import RECEIVER, SENDER, FarSide, TransportEnd, TransportKind
-from kvstore.transfer.transport.nccl_counts import ABORTS, PAIRS
+from kvstore.transfer.transport.nccl_counts import ABORTS, COMMUNICATORS
 from kvstore.transfer.transport.nccl_env import require_environment
 from kvstore.transfer.transport.nccl_id import is_id_of
 from kvstore.transfer.transport.nccl_log import UNKNOWN, carrier_since, length_of, nccl_log
@@ -112,7 +112,7 @@ class NcclTransport:
         self._lent.callback(self._streams.launches.give_back, self._stream)
         try:
             self._open(end, rank)
-            self._lent.enter_context(PAIRS.counted(self.carrier))
+            self._lent.enter_context(COMMUNICATORS.counted(self.carrier))
         except BaseException:
             self.close()
             raise

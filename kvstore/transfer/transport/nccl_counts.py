@@ -53,7 +53,7 @@ class Aborts:
 ABORTS = Aborts()
 
 
-class OpenPairs:
+class OpenCommunicators:
     """Communicators of this process, by the path that carries their bytes."""
 
     def __init__(self) -> None:
@@ -77,12 +77,12 @@ class OpenPairs:
             return {carrier: number for carrier, number in self._num.items() if number}
 
 
-PAIRS = OpenPairs()
+COMMUNICATORS = OpenCommunicators()
 
 
 def nccl_connections_by_carrier() -> dict[str, int]:
     """Return the number of open NCCL transports of this process, by the path that carries their bytes."""
-    return PAIRS.by_carrier()
+    return COMMUNICATORS.by_carrier()
 
 
 def num_stuck_aborts() -> int:

@@ -89,7 +89,7 @@ def another(name: str, value: Any) -> Any:
             return value + 16
 
 
-def test_transfers_take_of_a_gpu_what_their_links_need() -> None:
+def test_transfers_take_of_a_gpu_what_their_transports_need() -> None:
     mib = 2**20
     assert TransferConfig().gpu_bytes(1) == (2 * 16 * 32 + 1024 + 32 * 42) * mib
     assert TransferConfig(max_connections=2, num_slots=4).gpu_bytes(1) == (2 * 4 * 32 + 1024 + 2 * 42) * mib

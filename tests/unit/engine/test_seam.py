@@ -111,7 +111,7 @@ async def test_an_engine_that_bursts_and_preempts_serves_aggregated() -> None:
 
 
 @pytest.mark.parametrize("modes", ["scripted to ours", "ours to scripted", "both scripted"])
-async def test_an_engine_whose_blocks_grow_and_whose_fences_are_its_own_serves_split(modes: str) -> None:
+async def test_an_engine_whose_blocks_grow_and_whose_fences_are_its_own_serves_disaggregated(modes: str) -> None:
     """Each chunk has waited for the fence that made it ready: KV is in the cache from then on, and not before."""
     engines = ScriptedEngine(delay_s=0.02), ScriptedEngine()
     spec = make_spec(PROMPT, 20)
@@ -134,7 +134,9 @@ async def test_an_engine_whose_blocks_grow_and_whose_fences_are_its_own_serves_s
 
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 64), (48, 16)])
 @pytest.mark.parametrize("modes", ["scripted to ours", "ours to scripted", "both scripted"])
-async def test_groups_of_unlike_blocks_one_of_them_opaque_serve_split(modes: str, sizes: tuple[int, int]) -> None:
+async def test_groups_of_unlike_blocks_one_of_them_opaque_serve_disaggregated(
+    modes: str, sizes: tuple[int, int]
+) -> None:
     """Blocks of pages are bridged where the two sides' differ; opaque ones, of 48 tokens, move whole."""
     ours_first = modes.startswith("ours")
     runners = [GroupedRunner(block_size=size) for size in sizes]

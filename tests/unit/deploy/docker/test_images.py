@@ -24,8 +24,8 @@ from deploy.cli.app import app
 from deploy.doctor import machine
 from deploy.embedded_redis import valkey_binary
 from deploy.ray_pools import node
+from tests.support.locks import LOCKS
 from tests.support.waiting import wait_until
-from tools.lock import read
 
 ROOT = Path(__file__).parents[4]
 FOLDER = ROOT / "deploy" / "docker"
@@ -94,7 +94,7 @@ def installed(path: Path, *stages: str) -> set[str]:
     """Packages by the locks that an image installs, without those of builds that it does not take."""
     names = set(re.findall(r"-r locks/([\w-]+)\.txt", path.read_text())) - {"build"}
     names = {name for name in names if not name.startswith("torch-")} | set(stages)
-    return {pin.name for name in names for pin in read((FOLDER / "locks" / f"{name}.txt").read_text())}
+    return {pin.partition("==")[0] for name in names for pin in LOCKS[name]}
 
 
 def test_the_router_has_neither_torch_nor_ray_and_the_worker_has_both() -> None:

@@ -114,7 +114,7 @@ def test_what_workers_compute_with_is_listed_and_what_is_slow() -> None:
     ]
 
 
-def test_links_are_counted_by_kind() -> None:
+def test_connections_are_counted_by_kind() -> None:
     nccl, tcp = (
         {"transport": "nccl", "carrier": "NET/IB", "open_connections": 2},
         {"transport": "tcp", "carrier": "", "open_connections": 1},

@@ -487,7 +487,7 @@ async def test_slots_may_be_larger_at_the_receiver(link: str, receivers: int) ->
         await kv_transfer(prefill, decode, scattered(4, 3), scattered(4, 4), name="again")
 
 
-async def test_chunks_are_as_large_as_suits_the_link_once_it_is_known(
+async def test_chunks_are_as_large_as_suits_the_transport_once_it_is_known(
     link: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.transfer.transport.select._WARM_BYTES", 1536)
@@ -730,7 +730,7 @@ async def reach(
 
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 @pytest.mark.parametrize("stage", STAGES)
-async def test_giving_up_at_any_stage_leaves_the_link_for_the_next_transfer(
+async def test_giving_up_at_any_stage_leaves_the_transport_for_the_next_transfer(
     link: str, stage: str, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocks are back at once on the side that gives up, and on the other one as soon as it has heard."""
@@ -871,7 +871,7 @@ async def test_the_pair_that_was_idle_longest_makes_room(link: str) -> None:
 
 
 @pytest.mark.parametrize("lost", [">rendezvous", "<rendezvous"])
-async def test_where_the_best_link_cannot_be_made_the_next_one_is_used(lost: str) -> None:
+async def test_where_the_best_transport_cannot_be_made_the_next_one_is_used(lost: str) -> None:
     config = dataclasses.replace(CONFIG, transports=("shm", "tcp"), open_timeout_s=0.5)
     async with sides(config) as (prefill, decode):
         await kv_transfer(prefill, decode, [4], [0])
@@ -891,7 +891,7 @@ async def test_where_the_best_link_cannot_be_made_the_next_one_is_used(lost: str
             await kv_transfer(prefill, decode, [5], [1])
 
 
-async def test_where_no_link_can_be_made_every_transfer_says_so() -> None:
+async def test_where_no_transport_can_be_made_every_transfer_says_so() -> None:
     async with sides(dataclasses.replace(CONFIG, open_timeout_s=0.4)) as (prefill, decode):
         decode.endpoint.watch = lambda kind, message: not kind.endswith("rendezvous")
         ticket = decode.receiver.expect("t", 16, 0, tables_of(decode.receiver, [0], 0))

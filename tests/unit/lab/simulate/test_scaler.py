@@ -212,7 +212,7 @@ class Checked(Production):
         return decision
 
 
-def test_the_routers_own_books_follow_and_nobody_admitted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_routers_own_accounting_follows_and_nobody_admitted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ordering(monkeypatch, lambda before, now_s: Sizes(1, 2) if int(now_s / 40) % 2 else Sizes(0, 3))
     prices = Prices(0.25, 0.125, 0.25, 0.0)
     placer = Checked(RouterConfig(expected_output_floor=3), Objective(40.0, math.inf), prices)

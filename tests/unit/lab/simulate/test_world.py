@@ -130,7 +130,7 @@ def test_an_arrival_waits_for_the_step_that_runs_and_for_no_more() -> None:
     assert first.finished_s == pytest.approx(2.0 + 98 * 1.1 + 2.1)
 
 
-def test_a_split_request_gets_its_first_token_from_the_prefill_worker() -> None:
+def test_a_disaggregated_request_gets_its_first_token_from_the_prefill_worker() -> None:
     world, (served,) = run(
         trace(request(0.0, 40, 3)), Fixed(RoutingDecision(computes=0, decodes=1)), shape(batch=16), prefill=1, decode=1
     )

@@ -178,7 +178,7 @@ async def test_answers_in_flight_are_renewed_while_they_go_on(ledger: Shared) ->
     assert [entry.version for entry in ledger.entries] == list(range(1, len(ledger.entries) + 1))
 
 
-async def test_the_next_request_books_what_the_answer_before_it_used(ledger: Shared) -> None:
+async def test_the_next_request_records_what_the_answer_before_it_used(ledger: Shared) -> None:
     books, tenant = router(ledger), Tenant(id="acme", requests_per_minute=9, tokens_per_minute=100, max_in_flight=9)
     for num_tokens in (10, 20, 30):
         charge = books.arrive(tenant, 1)

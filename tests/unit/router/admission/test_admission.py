@@ -352,7 +352,7 @@ ARRIVALS = st.lists(st.tuples(st.sampled_from([A, B, HEAVY]), st.booleans(), st.
 
 @settings(max_examples=60)
 @given(ARRIVALS)
-def test_the_limit_holds_and_the_books_return_to_empty(arrivals: list[tuple[Tenant, bool, int]]) -> None:
+def test_the_limit_holds_and_the_accounting_returns_to_empty(arrivals: list[tuple[Tenant, bool, int]]) -> None:
     in_flight = InFlight(12)
     for tenant, is_leaving, num in arrivals:
         if is_leaving:

@@ -211,7 +211,7 @@ ARRIVALS = st.tuples(
 
 @settings(max_examples=60)
 @given(st.lists(ARRIVALS, max_size=40))
-def test_whatever_is_predicted_the_books_are_right_and_shedding_is_fair(
+def test_whatever_is_predicted_the_accounting_is_right_and_shedding_is_fair(
     arrivals: list[tuple[Tenant, int, float, str, float, float, bool]],
 ) -> None:
     gate = Gate(caution=1.0)

@@ -15,7 +15,7 @@ from tests.support.waiting import until
 from tests.unit.router.dispatch.test_worker_client import Engine, serving, spec, tokens_of, worker_at
 
 
-async def test_a_link_that_is_opened_again_takes_the_new_certificates(tmp_path: Path) -> None:
+async def test_a_connection_that_is_opened_again_takes_the_new_certificates(tmp_path: Path) -> None:
     tls = member_tls(ClusterConfig(**cluster_settings(Authority.make(tmp_path).sign("member"))))
     calls, port = WorkerClient(tls=tls), 0
     for name in ("1", "2"):

@@ -169,7 +169,7 @@ def test_at_rest_a_prompt_is_transferred_if_that_is_worth_it(num_tokens: int, ex
     assert placed(pool, "disaggregated", prompt=prompt_of([0] * num_tokens), prices=prices).mode is Mode.DISAGGREGATED
 
 
-def test_split_against_aggregated_goes_by_seconds() -> None:
+def test_disaggregated_against_aggregated_goes_by_seconds() -> None:
     """The decode worker computes 100 tokens in 108 ms, as its 8 sequences take 8 ms of a step whose chunk takes 100.
     They count 5 % of 100 ms each, and the next ones 5 % of 108: 153.4 ms against 101 ms and the prefill worker's queue.
     """
@@ -247,7 +247,7 @@ def test_room_is_waited_for_while_the_queue_is() -> None:
     assert placed([half]).prediction.room_s == pytest.approx(5.0), "what is cached is there"
 
 
-def test_split_or_not_the_decode_workers_room_is_waited_for() -> None:
+def test_disaggregated_or_not_the_decode_workers_room_is_waited_for() -> None:
     """10 s, and then 0.1 s for what it lacks; the other one would have to pull 400 tokens first."""
     full = decode("d", 0.0, 900, room_tokens=0, freed_tokens_per_s=10)
     assert chosen([prefill("p", 0.0, 500), full]) == ("d", "d")

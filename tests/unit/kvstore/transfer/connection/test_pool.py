@@ -94,7 +94,7 @@ async def test_a_burst_to_more_peers_than_pairs_is_served_and_the_surplus_closed
             await until(lambda: prefill.sender.num_connections <= 2, SOON_S)
 
 
-async def test_a_link_that_only_the_receiver_cannot_open_gives_way_to_the_next_kind(
+async def test_a_transport_that_only_the_receiver_cannot_open_gives_way_to_the_next_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse_shm(kind: str, end: TransportEnd) -> object:
@@ -113,7 +113,7 @@ def good_kinds(prefill: Prefill) -> list[str]:
     return sorted(pair.transport_kind for pair in prefill.sender._connections._alive if not pair.failure)
 
 
-async def test_a_link_that_could_not_be_opened_is_tried_again_after_longer_and_longer_pauses(
+async def test_a_transport_that_could_not_be_opened_is_tried_again_after_longer_and_longer_pauses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_refusals = 0
@@ -141,7 +141,7 @@ async def test_a_link_that_could_not_be_opened_is_tried_again_after_longer_and_l
         assert good_kinds(prefill) == ["shm"]
 
 
-async def test_a_link_that_could_not_be_opened_is_left_alone_until_its_pause_is_over(
+async def test_a_transport_that_could_not_be_opened_is_left_alone_until_its_pause_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_asked = 0
@@ -162,7 +162,7 @@ async def test_a_link_that_could_not_be_opened_is_left_alone_until_its_pause_is_
     assert num_asked == 1
 
 
-async def test_kv_travels_otherwise_while_a_slow_link_is_opened_which_then_takes_over(
+async def test_kv_travels_otherwise_while_a_slow_transport_is_opened_which_then_takes_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     let_open = threading.Event()
@@ -192,7 +192,7 @@ async def test_kv_travels_otherwise_while_a_slow_link_is_opened_which_then_takes
         assert decode.num_pairs_ever == 2
 
 
-async def test_a_sender_opens_one_slow_link_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sender_opens_one_slow_transport_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stops what else its GPU sends, and one GPU opens no two at a time."""
     let_open, lock = threading.Event(), threading.Lock()
     under_way, most = 0, 0
@@ -225,7 +225,7 @@ async def test_a_sender_opens_one_slow_link_after_the_other(monkeypatch: pytest.
         assert most == 1
 
 
-async def test_a_better_link_that_the_receiver_refuses_is_not_asked_for_again_soon(
+async def test_a_better_transport_that_the_receiver_refuses_is_not_asked_for_again_soon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(KINDS, "shm", dataclasses.replace(KINDS["shm"], opens_slowly=True))

@@ -265,7 +265,7 @@ every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 
 @every_kind
 @pytest.mark.parametrize("window", [1, 2, 6])
-async def test_transfers_that_share_a_link_arrive_whole_whatever_the_window(kind: str, window: int) -> None:
+async def test_transfers_that_share_a_transport_arrive_whole_whatever_the_window(kind: str, window: int) -> None:
     async with running(kind, window=window) as sides:
         generations = [sides.offer(block) for block in range(5)]
         for generation in generations:
@@ -281,7 +281,7 @@ async def test_transfers_that_share_a_link_arrive_whole_whatever_the_window(kind
 
 @every_kind
 @pytest.mark.parametrize("at_chunk", [1, 4, 8, 9])
-async def test_a_transfer_that_is_given_up_leaves_nothing_on_the_link(kind: str, at_chunk: int) -> None:
+async def test_a_transfer_that_is_given_up_leaves_nothing_on_the_transport(kind: str, at_chunk: int) -> None:
     reached, go_on = threading.Event(), threading.Event()
 
     def wait_in_lane() -> None:
@@ -454,14 +454,14 @@ async def test_a_chunk_number_beyond_the_plan_is_corruption() -> None:
 
 
 @every_kind
-async def test_an_idle_link_lives_on_its_heartbeat(kind: str) -> None:
+async def test_an_idle_transport_lives_on_its_heartbeat(kind: str) -> None:
     async with running(kind, op_timeout_s=0.6, heartbeat_s=0.1) as sides:
         await asyncio.sleep(1.5)
         assert await sides.kv_transfer(0) is None
 
 
 @every_kind
-async def test_a_silent_link_ends_after_the_operation_timeout(kind: str) -> None:
+async def test_a_silent_transport_ends_after_the_operation_timeout(kind: str) -> None:
     async with running(kind, op_timeout_s=0.4, heartbeat_s=60.0) as sides:
         async with asyncio.timeout(10):
             error = await sides.receiver.ended
@@ -518,7 +518,7 @@ class Nothing:
 
 
 @pytest.mark.parametrize("failure", [TransferTimeout("nobody came"), OSError("what the library says")])
-async def test_a_link_that_cannot_be_opened_fails_both_futures(failure: Exception) -> None:
+async def test_a_transport_that_cannot_be_opened_fails_both_futures(failure: Exception) -> None:
     def open_link() -> SendingTransport:
         raise failure
 
@@ -547,7 +547,7 @@ async def test_join_tells_whether_the_thread_has_ended_and_stop_reaches_one_that
     assert lane.ended.result() is None
 
 
-async def test_a_link_that_broke_is_known_before_it_is_closed() -> None:
+async def test_a_transport_that_broke_is_known_before_it_is_closed() -> None:
     """The end of an NCCL communicator may take as long as a message."""
     let_close = threading.Event()
 

@@ -268,7 +268,7 @@ def test_old_outcomes_are_forgotten_in_their_order(monkeypatch: pytest.MonkeyPat
     assert [isinstance(answer, TransferRefused) for answer in answers] == [True, False, False]
 
 
-def test_check_finds_books_that_do_not_hold() -> None:
+def test_check_finds_accounting_that_does_not_hold() -> None:
     ledger = receiving(1)
     ledger._by_generation[1].state = ReceivePhase.COMMITTED
     with pytest.raises(AssertionError, match="without its chunks"):

@@ -37,7 +37,7 @@ def test_a_fault_that_does_not_exist_is_named(spec: str) -> None:
         parse_faults(spec)
 
 
-def test_faults_of_the_link_are_told_from_those_of_the_payload() -> None:
+def test_faults_of_the_transport_are_told_from_those_of_the_payload() -> None:
     assert not parse_faults("corrupt_chunk=3,drop_chunk=1").on_transport
     assert all(parse_faults(f"{name}=2").on_transport for name in Faults.__slots__ if name.startswith("link_"))
 
@@ -113,7 +113,7 @@ def arrivals(pair: Ends, faults: Faults, num_sent: int, num_received: int) -> tu
         ("link_flip", 4, ["1", "1 wrong", "3", "1 wrong"], 2),
     ],
 )
-def test_every_second_chunk_goes_wrong_on_the_link(
+def test_every_second_chunk_goes_wrong_on_the_transport(
     kind: str, fault: str, num_sent: int, expected: list[str], num_injected: int
 ) -> None:
     """A reordering holds back the last chunk too; none comes after it, so it is sent when it is waited for."""
@@ -202,7 +202,7 @@ def test_a_stalled_sender_is_silent_until_it_is_aborted(kind: str) -> None:
         assert link.injected == {"link_stall": 1}
 
 
-def test_a_killed_link_is_gone_for_both_sides(kind: str) -> None:
+def test_a_killed_transport_is_gone_for_both_sides(kind: str) -> None:
     with opened(kind) as pair:
         link = FaultyTransport(pair.sender, Faults(link_kill=2))
         first, sentinel = post(pair.receiver, SLOT_BYTES)[1], pair.receiver.recv_signal()

@@ -102,7 +102,7 @@ def test_a_turn_that_does_not_come_in_time_is_a_timeout_and_is_not_kept() -> Non
     end(third)
 
 
-def test_an_aborted_link_gives_its_turn_back_once() -> None:
+def test_an_aborted_transport_gives_its_turn_back_once() -> None:
     """Leaving its turn afterwards must not end that of the next one."""
     traffic = DeviceTurns()
     aborted = Holder(traffic, Direction.RECEIVE)
@@ -121,7 +121,7 @@ def test_an_aborted_link_gives_its_turn_back_once() -> None:
     end(third)
 
 
-def test_an_aborted_link_waits_no_longer_and_never_goes_again() -> None:
+def test_an_aborted_transport_waits_no_longer_and_never_goes_again() -> None:
     traffic = DeviceTurns()
     first = Holder(traffic, Direction.RECEIVE)
     assert first.got_it.wait(LONG_S)

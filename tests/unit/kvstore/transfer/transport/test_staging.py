@@ -52,7 +52,7 @@ def test_slots_are_made_when_needed_and_counted() -> None:
     assert taken(share) is first  # and no third one is made
 
 
-def test_a_share_is_a_limit_of_one_link_and_the_pool_one_of_all() -> None:
+def test_a_share_is_a_limit_of_one_transport_and_the_pool_one_of_all() -> None:
     staging = pool(3)
     a, b = staging.share(2), staging.share(2)
     mine = [taken(a), taken(a)]

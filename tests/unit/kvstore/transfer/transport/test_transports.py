@@ -285,7 +285,7 @@ def test_closing_and_aborting_can_be_repeated(pair: Ends) -> None:
 
 @pytest.mark.parametrize("kind", ["ipc", "shm", "tcp"])
 @pytest.mark.parametrize("side", ["sender", "receiver"])
-def test_a_link_is_aborted_by_another_thread(kind: str, side: str) -> None:
+def test_a_transport_is_aborted_by_another_thread(kind: str, side: str) -> None:
     with opened(kind, op_timeout_s=30.0) as pair:
         threading.Timer(0.1, pair.sender.abort if side == "sender" else pair.receiver.abort).start()
         start = time.monotonic()
@@ -295,7 +295,7 @@ def test_a_link_is_aborted_by_another_thread(kind: str, side: str) -> None:
         assert time.monotonic() - start < 5.0
 
 
-def test_an_shm_link_tells_a_signal_from_a_chunk_and_a_chunk_from_another() -> None:
+def test_an_shm_transport_tells_a_signal_from_a_chunk_and_a_chunk_from_another() -> None:
     with opened("shm") as pair:
         pair.sender.send_signal(header(1)).wait()
         with pytest.raises(TransferError, match="out of step"):
@@ -358,7 +358,7 @@ def test_opening_ends_when_the_session_does_or_the_peer_does_not_join(kind: str,
     wait_until_settled(before)
 
 
-def test_an_shm_sender_that_leaves_while_the_link_is_opened_leaves_nothing() -> None:
+def test_an_shm_sender_that_leaves_while_the_transport_is_opened_leaves_nothing() -> None:
     """It publishes an address behind which nobody listens any more, or nobody answers."""
     before = footprint()
     store = RendezvousStore(lambda key, value: None)
@@ -379,7 +379,7 @@ def test_an_shm_sender_that_leaves_while_the_link_is_opened_leaves_nothing() -> 
     wait_until_settled(before)
 
 
-def test_an_shm_link_is_for_processes_of_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_shm_transport_is_for_processes_of_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
     before, user = footprint(), os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     with pytest.raises(TransferError, match=f"user {user}'s"), opened("shm"):
@@ -477,7 +477,9 @@ def test_a_tcp_receiver_that_finds_nobody_leaves_nothing() -> None:
 @pytest.mark.parametrize("kind", ["ipc", "shm", "tcp"])
 @pytest.mark.parametrize("rank", [SENDER, RECEIVER])
 @pytest.mark.parametrize("early", [True, False])
-def test_a_peer_that_says_what_no_such_link_says_ends_the_opening_at_once(kind: str, rank: int, early: bool) -> None:
+def test_a_peer_that_says_what_no_such_transport_says_ends_the_opening_at_once(
+    kind: str, rank: int, early: bool
+) -> None:
     """Before it begins or while it waits."""
     before = footprint()
     keys = {kind: (f"{kind}/joined", kind)[rank] for kind in ("ipc", "shm", "tcp")}
@@ -495,7 +497,7 @@ def test_a_peer_that_says_what_no_such_link_says_ends_the_opening_at_once(kind: 
     wait_until_settled(before)
 
 
-def test_what_a_peer_says_is_kept_as_far_as_any_link_would_say_it() -> None:
+def test_what_a_peer_says_is_kept_as_far_as_any_transport_would_say_it() -> None:
     """A link need not have begun to open yet."""
     for values in (
         {f"0/{number}": b"" for number in range(10_000)}, {"0/0": bytes(4096)}, {"0" * 4096: b""}
@@ -707,7 +709,7 @@ def hello_of(host: str, gpu_id: str = "", gpu_uuid: str = "") -> Hello:
     )
 
 
-def test_chunks_of_a_tcp_link_stay_in_the_cache_and_hold_a_unit_at_least() -> None:
+def test_chunks_of_a_tcp_transport_stay_in_the_cache_and_hold_a_unit_at_least() -> None:
     assert {kind: chunk_bytes(kind, 2**22, 24_576, CPU) for kind in ("", "shm", "nccl", "tcp")} == {
         "": 2**22, "shm": 2**22, "nccl": 2**22, "tcp": 2**20
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The NCCL link between two processes, as in production: what arrives, and what a dead peer costs."""
+"""The NCCL transport between two processes, as in production: what arrives, and what a dead peer costs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OP_TIMEOUT_S = 5.0
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a CUDA build of torch")
-def test_torch_still_has_the_private_names_that_the_link_uses() -> None:
+def test_torch_still_has_the_private_names_that_the_transport_uses() -> None:
     nccl = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - a CPU build of torch has no such name
     assert {"send", "recv", "abort", "eager_connect_single_device"} <= set(dir(nccl))
     options = nccl.Options(is_high_priority_stream=True)
@@ -46,40 +46,40 @@ def exchange(rank: int, store: RendezvousStore, staging: StagingPool, results: C
 
 
 def send(rank: int, store: RendezvousStore, staging: StagingPool) -> list[int]:
-    link = open_sender("nccl", transport_end(store, staging, WINDOW, 60.0, 30.0))
+    transport = open_sender("nccl", transport_end(store, staging, WINDOW, 60.0, 30.0))
     sums = []
     for value in range(NUM_ROUNDS):
-        operations: list[Operation] = [link.send_signal(bytes([value]) * HEADER_BYTES)]
-        slots = [taken(link.slots.acquire(0.0)) for _ in range(WINDOW)]
+        operations: list[Operation] = [transport.send_signal(bytes([value]) * HEADER_BYTES)]
+        slots = [taken(transport.slots.acquire(0.0)) for _ in range(WINDOW)]
         for slot in slots:
             slot.buffer.random_(256)
             slot.write_header(header_of(NUM_BYTES))
             sums.append(weighted_sum(slot))
-            operations.append(link.send_chunk(slot, NUM_BYTES))
+            operations.append(transport.send_chunk(slot, NUM_BYTES))
         for operation in operations:
             operation.wait()
         for slot in slots:
-            link.slots.release(slot)
+            transport.slots.release(slot)
     meet(rank, store, "received")  # what has left may still be on its way, and dies with the communicator
-    link.close()
+    transport.close()
     return sums
 
 
 def receive(rank: int, store: RendezvousStore, staging: StagingPool) -> list[int]:
-    link = open_receiver("nccl", transport_end(store, staging, WINDOW, 60.0, 30.0))
+    transport = open_receiver("nccl", transport_end(store, staging, WINDOW, 60.0, 30.0))
     sums = []
     for value in range(NUM_ROUNDS):
-        signal = link.recv_signal()
+        signal = transport.recv_signal()
         signal.wait()
         assert signal.header == bytes([value]) * HEADER_BYTES
-        slots = [taken(link.slots.acquire(0.0)) for _ in range(WINDOW)]
-        for operation in [link.recv_chunk(slot, NUM_BYTES) for slot in slots]:
+        slots = [taken(transport.slots.acquire(0.0)) for _ in range(WINDOW)]
+        for operation in [transport.recv_chunk(slot, NUM_BYTES) for slot in slots]:
             operation.wait()
         for slot in slots:
             sums.append(weighted_sum(slot))
-            link.slots.release(slot)
+            transport.slots.release(slot)
     meet(rank, store, "received")
-    link.close()
+    transport.close()
     return sums
 
 
@@ -101,21 +101,21 @@ def lose_the_sender(
             slot.write_header(header_of(NUM_BYTES))
             sender.send_chunk(slot, NUM_BYTES)
         die()
-    link = open_receiver("nccl", transport_end(store, staging, WINDOW, 60.0, OP_TIMEOUT_S))
+    transport = open_receiver("nccl", transport_end(store, staging, WINDOW, 60.0, OP_TIMEOUT_S))
     meet(rank, store, "opened")
     began = time.monotonic()
     with pytest.raises(TransferError):  # of its start where the peer is dead by then, else of its end
-        link.recv_chunk(taken(link.slots.acquire(0.0)), NUM_BYTES).wait()
+        transport.recv_chunk(taken(transport.slots.acquire(0.0)), NUM_BYTES).wait()
     gave_up = time.monotonic()
-    link.close()
+    transport.close()
     closed = time.monotonic()
     still_computes = float(torch.ones(4, device=staging.device).sum().item()) == 4.0
     results.send((gave_up - began, closed - gave_up, num_nccl_stalls(), still_computes))
 
 
 def forget(store: RendezvousStore, cycle: int) -> None:
-    """Drops the keys of a link that both ends have closed: a session's rendezvous holds those of one, and so has room
-    for no more.
+    """Drops the keys of a transport that both ends have closed: a session's rendezvous holds those of one, and so has
+    room for no more.
     """
     with store._changed:
         for key in [key for key in store._values if f"-{cycle}/" in key]:
@@ -128,9 +128,9 @@ def come_and_go(rank: int, store: RendezvousStore, staging: StagingPool, results
     for cycle in range(NUM_CYCLES):
         prefixed = PrefixStore(f"cycle-{cycle}", store)
         make = open_sender if rank == SENDER else open_receiver
-        link = make("nccl", transport_end(prefixed, staging, WINDOW, 60.0, 30.0))
+        transport = make("nccl", transport_end(prefixed, staging, WINDOW, 60.0, 30.0))
         meet(rank, store, f"open-{cycle}")
-        link.close()
+        transport.close()
         meet(rank, store, f"closed-{cycle}")
         forget(store, cycle)
         torch.cuda.synchronize()
@@ -155,8 +155,8 @@ def test_a_peer_that_dies_before_its_chunk_is_staged_is_noticed_at_once(mode: st
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_peer_that_dies_in_a_transfer_costs_the_link_and_not_the_gpu(mode: str) -> None:
-    """Here nothing but the timeout tells; in a worker the session does, and aborts the link."""
+def test_a_peer_that_dies_in_a_transfer_costs_the_transport_and_not_the_gpu(mode: str) -> None:
+    """Here nothing but the timeout tells; in a worker the session does, and aborts the transport."""
     _, (gave_up_s, close_s, num_stalls, still_computes) = run(partial(lose_the_sender, True), mode)
     print(f"given up {gave_up_s:.2f} s after its peer had died, closed in {close_s:.3f} s")
     assert gave_up_s < OP_TIMEOUT_S + 1.0
@@ -167,7 +167,9 @@ def test_a_peer_that_dies_in_a_transfer_costs_the_link_and_not_the_gpu(mode: str
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.timeout(600)
-def test_links_come_and_go_without_leaking(mode: str) -> None:
+def test_transports_come_and_go_without_leaking(mode: str) -> None:
     for first, last in run(come_and_go, mode, timeout_s=540.0):
-        print(f"free device memory after 3 links {first / 2**20:.0f} MiB, after {NUM_CYCLES} {last / 2**20:.0f} MiB")
+        print(
+            f"free device memory after 3 transports {first / 2**20:.0f} MiB, after {NUM_CYCLES} {last / 2**20:.0f} MiB"
+        )
         assert first - last < 64 * 2**20
