@@ -14,9 +14,13 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from router.api.apis import APIS
-from router.api.document import Endpoint, OperatorCall
+from router.admission.tenants import TenantBook
+from router.api.document import document
 from router.api.fields import Refusal, WithoutEffect
+from router.api.http import create_app
+from router.api.origins import FOR_OPERATORS
+from router.api.routes import BodyRoute
+from router.api.strict import DeclaredBody
 from router.api.unserved import ANTHROPICS, OPENAIS
 from tools.chart_docs import between
 
@@ -24,31 +28,48 @@ PAGE = Path("docs/http.md")
 BEGIN, END = "<!-- fields: written by `python -m tools.api_docs` -->", "<!-- end of fields -->"
 
 
+_NOTHING: Any = object()
+ROUTES = create_app(_NOTHING, TenantBook.open_to_all(), str, bytes, operations=_NOTHING).routes
+"""The endpoints of a router, which describe themselves but have nothing behind them."""
+BODIES = {
+    route.path: route.body
+    for route in ROUTES
+    if isinstance(route, BodyRoute) and route.body and not route.path.startswith(FOR_OPERATORS)
+}
+"""Path -> the body that clients send there."""
+
+
 def tables() -> str:
     """The tables of all bodies, of what operators may ask, and of what is not served at all."""
     lines = []
-    for api in APIS:
-        for path, endpoint in api.endpoints.items():
-            lines += [f"## {path}", "", "| Field | |", "|---|---|", *_rows(endpoint), ""]
+    for path, body in BODIES.items():
+        lines += [f"## {path}", "", "| Field | |", "|---|---|", *_rows(body), ""]
+    whole = document(ROUTES)
+    schemas = whole["components"]["schemas"]
     lines += ["## For operators", "", "| Call | Asked with | |", "|---|---|---|"]
-    lines += [_call(path, call) for api in APIS for path, call in api.calls.items()] + [""]
-    lines += ["## What is not served", "", "| Path, and what is below it | Why |", "|---|---|"]
+    for path, item in whole["paths"].items():
+        if path.startswith(FOR_OPERATORS) or path == "/version":
+            lines += [_call(f"{method.upper()} {path}", each, schemas) for method, each in item.items()]
+    lines += ["", "## What is not served", "", "| Path, and what is below it | Why |", "|---|---|"]
     lines += [f"| `{path}` | {why} |" for path, why in sorted({**OPENAIS, **ANTHROPICS}.items())]
     return "\n".join([*lines, ""])
 
 
-def _call(path: str, call: OperatorCall) -> str:
-    names = call.body.model_fields if call.body else call.query
-    asked = ", ".join(f"`{name}`" for name in names)
-    key = " Needs an operator's key." if call.body else ""
-    return f"| `{call.method.upper()} {path}` | {asked} | {call.summary}{key} |"
+def _call(call: str, operation: dict[str, Any], schemas: dict[str, Any]) -> str:
+    names = [each["name"] for each in operation.get("parameters", ()) if each["in"] == "query"]
+    if "requestBody" in operation:
+        body = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        names += schemas[body.rpartition("/")[2]]["properties"]
+    key = " Needs an operator's key." if "security" in operation else ""
+    return f"| `{call}` | {', '.join(f'`{name}`' for name in names)} | {operation['summary']}{key} |"
 
 
-def _rows(endpoint: Endpoint) -> list[str]:
-    fields = endpoint.body.model_fields
+def _rows(body: type[BaseModel]) -> list[str]:
+    fields = body.model_fields
     rows = {name: _declared(field) or "served" for name, field in fields.items()}
-    rows |= {name: _without_effect(why) for name, why in endpoint.without_effect.items()}
-    rows |= {name: _refused(refusal) for name, refusal in endpoint.refused.items() if name not in fields}
+    if issubclass(body, DeclaredBody):
+        rows |= {name: _without_effect(why) for name, why in body.without_effect.items()}
+        rows |= {name: _refused(refusal) for name, refusal in body.refused.items() if name not in fields}
     for name, field in fields.items():
         rows |= _at_depth(field.annotation, name)
     return [f"| `{name}` | {text} |" for name, text in sorted(rows.items())]

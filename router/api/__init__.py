@@ -37,6 +37,7 @@ __all__ = [
     "places",
     "requests",
     "responses",
+    "routes",
     "schemas",
     "several",
     "strict",

@@ -14,7 +14,7 @@ from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton.cluster import VERSION
 from baton.errors import BatonError, Forbidden, Overloaded, QuotaExceeded, Unauthenticated
 from router.admission.tenants import TenantBook, api_key_of, require_operator
-from router.api.apis import FIELD_NAMES, add_apis, error_body
+from router.api.apis import add_apis, error_body
 from router.api.connections import CERTIFICATE_NAMES
 from router.api.delivery import ReadAhead
 from router.api.document import OPENAPI_PATH
@@ -31,11 +31,13 @@ from router.api.exchange import REQUEST_ID, JsonAnswer, id_headers, limit_header
 from router.api.hosts import ANY, Hosts
 from router.api.methods import LongText, Methods
 from router.api.operations import Operations, add_operations
+from router.api.operators import RELEASE
 from router.api.origins import FOR_OPERATORS, Origins
 from router.api.paced import PacedWork
 from router.api.page import FILES, add_page
 from router.api.parsing import BodyParser
 from router.api.requests import add_requests
+from router.api.routes import BodyRoute, answers
 from router.api.taking import refusal_of
 from router.api.unserved import why_unserved
 from router.service import RouterService
@@ -75,7 +77,7 @@ def create_app(
         operations: the data sources of the page; None: the page shows nothing of the cluster.
     """
     app = _app()
-    app.state.is_strict, app.state.field_names = is_strict, FIELD_NAMES
+    app.state.is_strict = is_strict
     app.state.ahead = ReadAhead(is_crowded=lambda: service.is_crowded())
     spared = _Spared(metrics)
     app.add_middleware(_HttpAuthentication, tenants=tenants)
@@ -106,7 +108,8 @@ def create_scraped_app(is_ready: Callable[[], str], metrics: Callable[[], bytes]
 
 
 def _app() -> FastAPI:
-    app = FastAPI(title="Baton", openapi_url=None, telemetry=NO_TELEMETRY)
+    app = FastAPI(openapi_url=None, telemetry=NO_TELEMETRY)
+    app.router.route_class = BodyRoute
     app.state.parser = BodyParser()
     app.state.reports = PacedWork(MAX_REPORTS)
     app.add_exception_handler(BatonError, _on_baton_error)
@@ -118,17 +121,19 @@ def _app() -> FastAPI:
 
 
 def _add_figures(app: FastAPI, metrics: Callable[[], LongText]) -> None:
-    @app.get("/version")  # vLLM's
+    @app.get("/version", responses=answers(RELEASE))  # vLLM's
     async def version() -> dict[str, str]:
+        """Return the router's release."""
         return {"version": VERSION}
 
-    @app.get(f"{FOR_OPERATORS}metrics")
+    @app.get(f"{FOR_OPERATORS}metrics", response_class=PlainTextResponse)
     async def figures() -> Response:
+        """Return the router's metrics, as Prometheus text."""
         return Response(metrics().text, media_type=PROMETHEUS, headers={"Cache-Control": "no-store"})
 
 
 def _add_metrics(app: FastAPI, metrics: Callable[[], LongText] | None) -> None:
-    @app.get("/metrics")
+    @app.get("/metrics", include_in_schema=False)
     async def prometheus(request: Request) -> Response:
         if metrics is None:
             raise HTTPException(404, "tenants are configured, so /metrics is served on telemetry.port only")
@@ -136,12 +141,12 @@ def _add_metrics(app: FastAPI, metrics: Callable[[], LongText] | None) -> None:
 
 
 def _add_probes(app: FastAPI, is_ready: Callable[[], str]) -> None:
-    @app.get("/healthz")
+    @app.get("/healthz", include_in_schema=False)
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/health")  # vLLM's name, which load generators request
-    @app.get("/readyz")
+    @app.get("/health", include_in_schema=False)  # vLLM's name, which load generators request
+    @app.get("/readyz", include_in_schema=False)
     async def readyz() -> JSONResponse:
         reason = is_ready()
         return JSONResponse({"status": reason or "ok"}, status_code=503 if reason else 200)

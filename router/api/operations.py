@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
@@ -27,8 +27,10 @@ from baton.errors import Forbidden
 from baton.v1 import admin_pb2
 from router.admission.tenants import TenantBook
 from router.api.controller_client import ControllerClient
-from router.api.exchange import JsonAnswer, at_a_reports_turn, read_body
+from router.api.exchange import JsonAnswer, at_a_reports_turn
+from router.api.operators import DRAINED, HISTORY, LOG, MOVED, SIZED, STATUS
 from router.api.places import OpenConnections
+from router.api.routes import Reader, answers
 from router.cluster.history import SLOT_S, ClusterHistory
 from router.cluster.load import LoadMeter
 from router.cluster.watch import AlertBook
@@ -88,8 +90,9 @@ def add_operations(app: FastAPI, operations: Operations, tenants: TenantBook, is
 
 
 def _add_views(app: FastAPI, operations: Operations, tenants: TenantBook, is_ready: Callable[[], str]) -> None:
-    @app.get("/api/status")
+    @app.get("/api/status", responses=answers(STATUS))
     async def status(request: Request) -> JSONResponse:
+        """Return the cluster's state: pools, workers, routers, Redis, objectives, alerts, and the router's load."""
         async with at_a_reports_turn(request):
             return JsonAnswer(report(), headers=NO_STORE)
 
@@ -106,8 +109,11 @@ def _add_views(app: FastAPI, operations: Operations, tenants: TenantBook, is_rea
             **wire.status_as_json(wire.status_response(operations.status())),
         }
 
-    @app.get("/api/history")
-    async def history(request: Request, since: int = 0) -> JSONResponse:
+    @app.get("/api/history", responses=answers(HISTORY))
+    async def history(
+        request: Request, since: Annotated[int, Query(description="Number of the first slot to return.")] = 0
+    ) -> JSONResponse:
+        """Return the counts of all routers over the last hour, in slots of ten seconds."""
         async with at_a_reports_turn(request):
             slots = [
                 {"slot": number, "num_routers": slot.num_routers, "counts": slot.counts}
@@ -116,39 +122,41 @@ def _add_views(app: FastAPI, operations: Operations, tenants: TenantBook, is_rea
             shown = {"now_s": time.time(), "slot_s": SLOT_S, "bounds": operations.history.bounds, "slots": slots}
             return JsonAnswer(shown, headers=NO_STORE)
 
-    @app.get("/api/workers/{worker_id}/log")
+    @app.get("/api/workers/{worker_id}/log", responses=answers(LOG))
     async def log(worker_id: str) -> JSONResponse:
+        """Return the latest 200 lines of a worker's output, log lines as text."""
         lines = await operations.workers.read_log(_worker(operations, worker_id), MAX_LOG_LINES)
         return JsonAnswer({"worker": worker_id, "lines": lines}, headers=NO_STORE)
 
 
 def _add_orders(app: FastAPI, operations: Operations, tenants: TenantBook) -> None:
-    orders = operations.orders
-
-    @app.post("/api/workers/{worker_id}/drain")
-    async def drain(worker_id: str, request: Request) -> JSONResponse:
-        await _order(request, tenants, Order)
-        await orders.drain(admin_pb2.DrainWorkerRequest(worker_id=worker_id))
+    @app.post("/api/workers/{worker_id}/drain", responses=answers(DRAINED))
+    async def drain(request: Request, read: Reader[Order], worker_id: str) -> JSONResponse:
+        """Drain and replace a worker: its requests migrate to other workers."""
+        await _order(read, tenants)
+        await operations.orders.drain(admin_pb2.DrainWorkerRequest(worker_id=worker_id))
         return JsonAnswer({"worker": worker_id, "state": "draining"})
 
-    @app.post("/api/workers/{worker_id}/role")
-    async def role(worker_id: str, request: Request) -> JSONResponse:
-        asked = await _order(request, tenants, RoleOrder)
-        await orders.set_role(admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=asked.role))
+    @app.post("/api/workers/{worker_id}/role", responses=answers(MOVED))
+    async def role(request: Request, read: Reader[RoleOrder], worker_id: str) -> JSONResponse:
+        """Move a worker to the other pool, with its cache."""
+        asked = await _order(read, tenants)
+        await operations.orders.set_role(admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=asked.role))
         return JsonAnswer({"worker": worker_id, "role": asked.role})
 
-    @app.post("/api/pools/{pool}")
-    async def size(pool: str, request: Request) -> JSONResponse:
-        asked = await _order(request, tenants, SizeOrder)
-        answer = await orders.scale(admin_pb2.ScalePoolRequest(pool=pool, desired=asked.workers))
+    @app.post("/api/pools/{pool}", responses=answers(SIZED))
+    async def size(request: Request, read: Reader[SizeOrder], pool: str) -> JSONResponse:
+        """Set the desired number of workers of a pool."""
+        asked = await _order(read, tenants)
+        answer = await operations.orders.scale(admin_pb2.ScalePoolRequest(pool=pool, desired=asked.workers))
         return JsonAnswer({"pool": pool, "desired": answer.pool.desired, "ready": answer.pool.ready})
 
 
-async def _order(request: Request, tenants: TenantBook, kind: type[AnyOrder]) -> AnyOrder:
+async def _order(read: Reader[AnyOrder], tenants: TenantBook) -> AnyOrder:
     """Return the body of an order. Raises Forbidden if no tenants are configured; see `read_body` for other errors."""
     if tenants.is_open:
         raise Forbidden("orders over HTTP need an operator's API key, and router.tenants_file is not set; use `baton`")
-    return await read_body(request, kind)
+    return await read()
 
 
 def _worker(operations: Operations, worker_id: str) -> Worker:

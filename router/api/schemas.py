@@ -1,8 +1,4 @@
-"""JSON schemas of responses, derived from the types behind them: dataclasses and protobuf messages.
-
-`of_dataclass` and `of_message` add the schemas of a type and of all types in it to `into`, by name, and return a
-reference.
-"""
+"""JSON schemas of responses, derived from the types behind them: dataclasses and protobuf messages."""
 
 from __future__ import annotations
 
@@ -13,9 +9,8 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-REF = "#/components/schemas/{model}"
 Schemas = dict[str, Any]
-"""Schemas by their names."""
+"""A JSON schema, or schemas by their names."""
 _PLAIN: dict[type, Schemas] = {
     str: {"type": "string"},
     int: {"type": "integer"},
@@ -50,42 +45,33 @@ def many(schema: Schemas) -> Schemas:
     return {"type": "array", "items": schema}
 
 
-def of_dataclass(kind: type, into: Schemas) -> Schemas:
+def of_dataclass(kind: type) -> Schemas:
     """Return the schema of `dataclasses.asdict` of a dataclass."""
-    if kind.__name__ not in into:
-        into[kind.__name__] = {}  # a type may hold itself
-        hints = typing.get_type_hints(kind)
-        into[kind.__name__] = described(
-            {each.name: _of_type(hints[each.name], into) for each in dataclasses.fields(kind)}
-        )
-    return {"$ref": REF.format(model=kind.__name__)}
+    hints = typing.get_type_hints(kind)
+    return described({each.name: _of_type(hints[each.name]) for each in dataclasses.fields(kind)})
 
 
-def _of_type(annotation: Any, into: Schemas) -> Schemas:
+def _of_type(annotation: Any) -> Schemas:
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
-        return of_dataclass(annotation, into)
+        return of_dataclass(annotation)
     if isinstance(annotation, types.UnionType):
-        return {"anyOf": [_of_type(each, into) for each in typing.get_args(annotation)]}
+        return {"anyOf": [_of_type(each) for each in typing.get_args(annotation)]}
     if typing.get_origin(annotation) is tuple:
-        return many(_of_type(typing.get_args(annotation)[0], into))
+        return many(_of_type(typing.get_args(annotation)[0]))
     return _PLAIN[annotation]
 
 
-def of_message(message: Descriptor, into: Schemas) -> Schemas:
+def of_message(message: Descriptor) -> Schemas:
     """Return the schema of a protobuf message whose JSON includes zeros, and writes 64-bit numbers as numbers."""
-    if message.name not in into:
-        into[message.name] = {}
-        fields = {field.name: _of_field(field, into) for field in message.fields}
-        into[message.name] = described(fields, {field.name for field in message.fields if field.has_presence})
-    return {"$ref": REF.format(model=message.name)}
+    fields = {field.name: _of_field(field) for field in message.fields}
+    return described(fields, {field.name for field in message.fields if field.has_presence})
 
 
-def _of_field(field: FieldDescriptor, into: Schemas) -> Schemas:
+def _of_field(field: FieldDescriptor) -> Schemas:
     if field.message_type is None:
         schema = _OF_PROTOBUF[field.cpp_type]
     elif field.message_type.GetOptions().map_entry:
-        value = _of_field(field.message_type.fields_by_name["value"], into)
-        return {"type": "object", "additionalProperties": value}
+        return {"type": "object", "additionalProperties": _of_field(field.message_type.fields_by_name["value"])}
     else:
-        schema = of_message(field.message_type, into)
+        schema = of_message(field.message_type)
     return many(schema) if field.is_repeated else schema

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticKnownError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticKnownError
 
 from baton.errors import InvalidRequest
 from router.api.fields import Refusal
@@ -45,6 +46,17 @@ class DeclaredBody(BaseModel):
     without_effect: ClassVar[Mapping[str, str]] = {}
     """Fields of the body that change no answer -> why."""
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON schema of the fields in the tables of docs/http.md."""
+        schema = handler.resolve_ref_schema(handler(core))
+        properties = schema["properties"]
+        schema["properties"] = {name: refusal.schema() for name, refusal in cls.refused.items()} | properties
+        for name, why in cls.without_effect.items():
+            properties[name]["description"] = f"Has no effect: {why}."
+        schema["additionalProperties"] = False
+        return schema
+
     def check_fields(self, ignored: Ignored) -> None:
         """Record the fields that are ignored.
 
@@ -72,3 +84,13 @@ class StreamBody(DeclaredBody):
             if ignored.is_strict:
                 raise InvalidRequest("stream_options needs stream; set stream to true", "stream_options")
             ignored.note("stream_options")
+
+
+def field_names(annotation: Any) -> set[str]:
+    """Return the names of all fields that a body knows, at any depth."""
+    names = set[str]().union(*map(field_names, typing.get_args(annotation)))
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, each in annotation.model_fields.items():
+            names |= {each.alias or name, *field_names(each.annotation)}
+        names |= annotation.refused.keys() if issubclass(annotation, DeclaredBody) else set()
+    return names

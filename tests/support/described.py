@@ -6,8 +6,8 @@ from typing import Any
 
 import jsonschema
 
-from router.api.apis import APIS
 from router.api.document import document
+from tools.api_docs import ROUTES
 
 
 def check_described(path: str, answer: Any, method: str = "get") -> None:
@@ -16,6 +16,6 @@ def check_described(path: str, answer: Any, method: str = "get") -> None:
     Args:
         path: as the document has it, with the names of its parts.
     """
-    whole = document(APIS)
+    whole = document(ROUTES)
     schema = whole["paths"][path][method]["responses"]["200"]["content"]["application/json"]["schema"]
     jsonschema.validate(answer, {**schema, "components": whole["components"]}, jsonschema.Draft202012Validator)

@@ -3,8 +3,7 @@
 Bodies are validated here, at every depth. Features that are not supported are refused by name, never ignored.
 """
 
-from router.api.anthropic.description import ANTHROPIC
 from router.api.anthropic.endpoints import add_endpoints
 from router.api.anthropic.errors import error_body
 
-__all__ = ["ANTHROPIC", "add_endpoints", "error_body"]
+__all__ = ["add_endpoints", "error_body"]

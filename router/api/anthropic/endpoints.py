@@ -11,7 +11,8 @@ from router.api.answering import Asked, answered, chunks_of
 from router.api.anthropic.body import CountTokensBody, MessageBody
 from router.api.anthropic.events import MessageForm
 from router.api.anthropic.prompt import chat_of
-from router.api.exchange import id_headers, ignored_of, named, read_body
+from router.api.exchange import id_headers, ignored_of, named
+from router.api.routes import STREAMED, Reader
 from router.api.taking import Taking
 from router.service import RouterService
 
@@ -19,21 +20,22 @@ from router.service import RouterService
 def add_endpoints(app: FastAPI, service: RouterService) -> None:
     """Add Anthropic's endpoints."""
 
-    async def messages(request: Request) -> Response:
+    @app.post("/v1/messages", responses=STREAMED)
+    async def messages(request: Request, read: Reader[MessageBody]) -> Response:
+        """Answer a chat."""
         with Taking(service, request, "chat"):
-            asked = _asked(service, request, await read_body(request, MessageBody))
+            asked = _asked(service, request, await read())
         return await answered(request, *asked)
 
-    async def count_tokens(request: Request) -> Response:
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request, read: Reader[CountTokensBody]) -> Response:
+        """Count the tokens of a prompt."""
         with Taking(service, request, "count_tokens"):
-            body = await read_body(request, CountTokensBody)
+            body = await read()
             check_model(body.model, service.facts)
             prompt = chat_of(body, service.model.tokenizer.chat_template, ignored_of(request))
         tokens = await service.tokenize(prompt, request.state.tenant)
         return JSONResponse({"input_tokens": len(tokens)}, headers=id_headers(request))
-
-    app.add_route("/v1/messages", messages, ["POST"])
-    app.add_route("/v1/messages/count_tokens", count_tokens, ["POST"])
 
 
 def _asked(service: RouterService, request: Request, body: MessageBody) -> Asked:

@@ -5,15 +5,11 @@ ignored.
 """
 
 from router.api.openai.body import SloBody
-from router.api.openai.description import OPENAI
 from router.api.openai.endpoints import add_endpoints
-from router.api.openai.errors import ERROR_NAME, ERROR_SCHEMA, error_body
+from router.api.openai.errors import error_body
 from router.api.openai.structure import ResponseFormatBody, structure_of
 
 __all__ = [
-    "ERROR_NAME",
-    "ERROR_SCHEMA",
-    "OPENAI",
     "ResponseFormatBody",
     "SloBody",
     "add_endpoints",

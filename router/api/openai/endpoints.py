@@ -19,13 +19,14 @@ from baton.tools import ToolUse
 from router.admission import check_model
 from router.admission.tenants import Tenant
 from router.api.answering import Asked, answered, chunks_of
-from router.api.exchange import JsonAnswer, ascii_json, id_headers, ignored_of, named, read_body
+from router.api.exchange import JsonAnswer, ascii_json, id_headers, ignored_of, named
 from router.api.openai.answers import Shape
 from router.api.openai.body import SloBody
 from router.api.openai.chat import ChatBody, prompt_of
 from router.api.openai.completions import DEFAULT_COMPLETION_TOKENS, CompletionBody
 from router.api.openai.form import CompletionForm
 from router.api.openai.tokens import DetokenizeBody, TokenizeBody, description_of
+from router.api.routes import STREAMED, Reader
 from router.api.taking import Taking
 from router.service import RouterService
 
@@ -37,35 +38,39 @@ def add_endpoints(app: FastAPI, service: RouterService) -> None:
 
 
 def _add_openai(app: FastAPI, service: RouterService) -> None:
-    async def chat_completions(request: Request) -> Response:
+    @app.post("/v1/chat/completions", responses=STREAMED)
+    async def chat_completions(request: Request, read: Reader[ChatBody]) -> Response:
+        """Answer a chat."""
         with Taking(service, request, "chat"):
-            asked = await _asked(service, request, await read_body(request, ChatBody))
+            asked = await _asked(service, request, await read())
         return await answered(request, *asked)
 
-    async def completions(request: Request) -> Response:
+    @app.post("/v1/completions", responses=STREAMED)
+    async def completions(request: Request, read: Reader[CompletionBody]) -> Response:
+        """Continue a text."""
         with Taking(service, request, "text_completion"):
-            asked = await _asked(service, request, await read_body(request, CompletionBody))
+            asked = await _asked(service, request, await read())
         return await answered(request, *asked)
-
-    # Plain routes, because FastAPI's dependency injection would cost half as much as the rest of a request.
-    app.add_route("/v1/chat/completions", chat_completions, ["POST"])
-    app.add_route("/v1/completions", completions, ["POST"])
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
+        """List the served model."""
         card = _model_card(service)
         return {"object": "list", "data": [card], "first_id": card["id"], "last_id": card["id"], "has_more": False}
 
     @app.get("/v1/models/{model:path}")
     async def model_card(model: str) -> dict[str, Any]:
+        """Describe a model."""
         check_model(model, service.facts)
         return _model_card(service)
 
 
 def _add_vllm(app: FastAPI, service: RouterService) -> None:
-    async def tokenize(request: Request) -> Response:
+    @app.post("/tokenize")
+    async def tokenize(request: Request, read: Reader[TokenizeBody]) -> Response:
+        """Tokenize a prompt."""
         with Taking(service, request, "tokenize"):
-            body = await read_body(request, TokenizeBody)
+            body = await read()
             check_model(body.model or "", service.facts)
             prompt = prompt_of(body, lambda: service.model.tokenizer.chat_template, ignored_of(request))
         tokens = await service.tokenize(prompt, request.state.tenant)
@@ -74,9 +79,11 @@ def _add_vllm(app: FastAPI, service: RouterService) -> None:
             answer["token_strs"] = [service.model.tokenizer.token(token) for token in tokens]
         return JsonAnswer(answer, headers=id_headers(request))
 
-    async def detokenize(request: Request) -> Response:
+    @app.post("/detokenize")
+    async def detokenize(request: Request, read: Reader[DetokenizeBody]) -> Response:
+        """Convert tokens to text."""
         with Taking(service, request, "detokenize"):
-            body = await read_body(request, DetokenizeBody)
+            body = await read()
             check_model(body.model or "", service.facts)
             check_num_tokens(len(body.tokens), service.facts.max_model_len)
             if not 0 <= min(body.tokens, default=0) <= max(body.tokens, default=0) < service.facts.vocab_size:
@@ -90,10 +97,8 @@ def _add_vllm(app: FastAPI, service: RouterService) -> None:
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
+        """Describe the tokenizer: its tokenizer_config.json, and the chat template in use."""
         return Response(described(), media_type="application/json")
-
-    app.add_route("/tokenize", tokenize, ["POST"])
-    app.add_route("/detokenize", detokenize, ["POST"])
 
 
 async def _asked(service: RouterService, request: Request, body: ChatBody | CompletionBody) -> Asked:

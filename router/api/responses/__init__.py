@@ -4,8 +4,7 @@ Bodies are validated here and become a `GenerateRequest`. One writer makes the e
 is assembled from them. Nothing is stored.
 """
 
-from router.api.responses.description import RESPONSES
 from router.api.responses.endpoints import add_endpoints
 from router.api.responses.tools import REFUSED_TOOLS
 
-__all__ = ["REFUSED_TOOLS", "RESPONSES", "add_endpoints"]
+__all__ = ["REFUSED_TOOLS", "add_endpoints"]

@@ -10,40 +10,39 @@ from fastapi.responses import JSONResponse, Response
 from baton.api import GenerateRequest
 from router.admission import check_model
 from router.api.answering import Asked, answered, chunks_of
-from router.api.exchange import id_headers, ignored_of, named, read_body
+from router.api.exchange import id_headers, ignored_of, named
 from router.api.openai import SloBody
 from router.api.responses.body import InputBody, ResponsesBody
 from router.api.responses.form import ResponseForm
 from router.api.responses.head import head_of
 from router.api.responses.prompt import chat_of
 from router.api.responses.tools import Functions
+from router.api.routes import STREAMED, Reader
 from router.api.taking import Taking
 from router.service import RouterService
-
-PATH = "/v1/responses"
-COUNT_PATH = "/v1/responses/input_tokens"
 
 
 def add_endpoints(app: FastAPI, service: RouterService) -> None:
     """Add the endpoints."""
 
-    async def responses(request: Request) -> Response:
+    @app.post("/v1/responses", responses=STREAMED)
+    async def responses(request: Request, read: Reader[ResponsesBody]) -> Response:
+        """Answer input items with a response."""
         with Taking(service, request, "chat"):
-            asked = _asked(service, request, await read_body(request, ResponsesBody))
+            asked = _asked(service, request, await read())
         return await answered(request, *asked)
 
-    async def input_tokens(request: Request) -> Response:
+    @app.post("/v1/responses/input_tokens")
+    async def input_tokens(request: Request, read: Reader[InputBody]) -> Response:
+        """Count the tokens of input items."""
         with Taking(service, request, "count_tokens"):
-            body = await read_body(request, InputBody)
+            body = await read()
             check_model(body.model or "", service.facts)
             functions = Functions.of(body.tools or ())
             chat = chat_of(body, functions, lambda: service.model.tokenizer.chat_template, ignored_of(request))
         tokens = await service.tokenize(chat, request.state.tenant)
         counted = {"object": "response.input_tokens", "input_tokens": len(tokens)}
         return JSONResponse(counted, headers=id_headers(request))
-
-    app.add_route(PATH, responses, ["POST"])
-    app.add_route(COUNT_PATH, input_tokens, ["POST"])
 
 
 def _asked(service: RouterService, request: Request, body: ResponsesBody) -> Asked:

@@ -15,16 +15,16 @@ import pytest
 from pydantic import ValidationError
 
 from router.admission.tenants import DEFAULT_TENANT
-from router.api.apis import APIS, LONGEST_TOLD
+from router.api.apis import LONGEST_TOLD
 from router.api.exchange import MAX_BODY_BYTES
 from router.api.http import create_app
 from router.api.openai.tokens import DetokenizeBody
 from tests.support.waiting import until
 from tests.unit.router.api.test_http import Service, app_of
+from tools.api_docs import BODIES
 
 LONG_LISTS = {"/detokenize": ["tokens"]}
 """Path -> its lists that may be as long as the longest prompt. In a prompt of /v1/completions any value may stand."""
-BODIES = {path: endpoint.body for api in APIS for path, endpoint in api.endpoints.items()}
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 MESSAGE = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
 MANY = 4097

@@ -13,8 +13,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 
 from baton.errors import InvalidRequest, Unsupported
-from router.api.apis import APIS
-from router.api.document import document
+from router.api.document import REFUSALS, document
 from router.api.ignored import Ignored
 from router.api.openai.chat import ChatBody
 from router.api.openai.completions import CompletionBody
@@ -65,15 +64,24 @@ def test_what_is_not_declared_is_not_known() -> None:
 
 
 def test_the_document_describes_bodies_that_are_served() -> None:
-    served = document(APIS)
+    served = document(api_docs.ROUTES)
     assert served["openapi"].startswith("3.1")
     assert json.loads(json.dumps(served)) == served
+    for item in served["paths"].values():
+        for operation in item.values():
+            assert operation["responses"].keys() == {"200", *REFUSALS}, "and none of FastAPI's own"
+    answers = {
+        path: item["post"]["responses"]["200"]["content"] for path, item in served["paths"].items() if "post" in item
+    }
+    streamed = {path for path, content in answers.items() if "text/event-stream" in content}
+    assert streamed == {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
+    assert all("schema" in content["application/json"] for content in answers.values())
     schemas = served["components"]["schemas"]
+    assert not [name for name in schemas if "Validation" in name]
     for schema in schemas.values():
         jsonschema.Draft202012Validator.check_schema(schema)
-    bodies = {path: endpoint.body for api in APIS for path, endpoint in api.endpoints.items()}
-    assert len(bodies) > 3
-    for path, body in bodies.items():
+    assert len(api_docs.BODIES) > 3
+    for path, body in api_docs.BODIES.items():
         content = served["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         name = content["schema"]["$ref"].rpartition("/")[2]
         assert schemas[name]["properties"].keys() >= {field.alias or name for name, field in body.model_fields.items()}

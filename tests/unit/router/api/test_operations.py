@@ -24,7 +24,6 @@ from baton.telemetry.request_metrics import TO_COMPUTE, RequestMetrics, prompt_c
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import admin_pb2, worker_pb2_grpc
 from router.admission.tenants import TenantBook
-from router.api.apis import APIS
 from router.api.document import document
 from router.api.http import create_app
 from router.api.operations import Operations
@@ -37,6 +36,7 @@ from router.cluster.watch import AlertBook, AlertWatch
 from router.dispatch.worker_client import WorkerClient
 from tests.support.builders import cluster_status, worker
 from tests.support.described import check_described
+from tools.api_docs import ROUTES
 from worker.log import WorkerLog
 
 KEYS = ("acme", "operations")
@@ -235,7 +235,7 @@ async def test_an_order_is_json_and_nothing_else(tmp_path: Path) -> None:
 
 
 async def test_the_document_describes_all_that_operators_ask(tmp_path: Path) -> None:
-    endpoint, whole = Endpoint(tmp_path), document(APIS)
+    endpoint, whole = Endpoint(tmp_path), document(ROUTES)
     endpoint.metrics.requests_slo.add(2, {"slo_class": "default", "outcome": "met"})
     served = {
         (path.replace(":path}", "}"), method.lower())
@@ -263,7 +263,7 @@ async def test_the_document_describes_all_that_operators_ask(tmp_path: Path) -> 
 
 
 def test_the_document_says_that_orders_alone_always_need_a_key() -> None:
-    whole = document(APIS)
+    whole = document(ROUTES)
     assert {} in whole["security"]
     found = {
         path: operation["security"]

@@ -24,11 +24,11 @@ from baton.structure import StructuredOutputs
 from baton.tools import Tool, ToolChoice, ToolUse
 from router.api.anthropic.blocks import AssistantMessage, SystemMessage, UserMessage
 from router.api.anthropic.body import CountTokensBody, MessageBody
-from router.api.apis import APIS
 from router.api.document import document
 from router.api.fields import LEFT_OUT, UNSUPPORTED, Refusal, WithoutEffect
 from router.prompt import ChatTemplate
 from tests.unit.router.api.test_http import Service, app_of
+from tools.api_docs import ROUTES
 
 IN_HEADERS = {"betas", "user_profile_id", "workspace_id"}
 """Arguments of the client's that are no fields of a body."""
@@ -222,7 +222,7 @@ def test_what_is_refused_is_refused_by_name(name: str, refusal: Refusal) -> None
 
 
 def test_the_document_takes_what_is_taken() -> None:
-    whole = {"$ref": "#/components/schemas/MessageBody", "components": document(APIS)["components"]}
+    whole = {"$ref": "#/components/schemas/MessageBody", "components": document(ROUTES)["components"]}
     body = {"model": "", "max_tokens": 1, "messages": USED, "tools": [TOOL], "tool_choice": {"type": "any"}}
     jsonschema.validate({**body, "system": [{"type": "text", "text": "a"}], "service_tier": "auto"}, whole)
     for wrong in (

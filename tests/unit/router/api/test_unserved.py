@@ -12,11 +12,12 @@ import openai
 import pytest
 from starlette.routing import Match, Route
 
-from router.api.apis import APIS
+from router.api.document import document
 from router.api.unserved import ANTHROPICS, OPENAIS, why_unserved
 from tests.unit.router.api.test_http import Service, app_of
+from tools.api_docs import ROUTES
 
-SERVED = {path for api in APIS for path in (*api.endpoints, *api.read)}
+SERVED = set(document(ROUTES)["paths"])
 PATHS = re.compile(r'"((?:/v1)?/[a-z_]+(?:/[a-z_/]*(?:\{[a-z_]+\}[a-z_/]*)*)?)(?:\?beta=true)?"')
 """Paths in the sources of a client."""
 
