@@ -17,9 +17,6 @@ from engine.core.draft_runner import DraftedRunner
 from engine.core.runner import Runner
 
 logger = logging.getLogger(__name__)
-ARITHMETIC_LAYERS = 2
-ARITHMETIC_BLOCKS = 4096
-ARITHMETIC_MODEL_LEN = 8192
 
 
 def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside: int = 0) -> Runner:
@@ -33,10 +30,9 @@ def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside
         set_aside: bytes of each GPU to leave for transfers.
 
     Raises:
-        ModelLoadError, ConfigError: it cannot run as configured, does not support a setting that is set, or the draft
-            model does not suit the model.
+        ModelLoadError, ConfigError: it cannot run as configured, or the draft model does not suit the model.
     """
-    if not engine.draft_model or engine.runner == "arithmetic":
+    if not engine.draft_model:
         return _make_one(model, engine, cache, set_aside)
     if engine.tensor_parallel > 1:
         raise ConfigError("engine.draft_model needs engine.tensor_parallel 1: a draft model has one rank")
@@ -110,14 +106,9 @@ def _quoted(text: str | None) -> str:
 
 
 def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside: int = 0) -> Runner:
-    if engine.runner == "arithmetic":
-        return _arithmetic(model, engine)
     # Imported here: torch and transformers take seconds, and a native start may not need the latter.
     import torch
 
-    from engine.model.logits_runner import LogitsRunner
-
-    engine.refuse_unknown(LogitsRunner.unknown_settings)
     refuse_silent_cpu(model.device, torch.cuda.is_available(), sign_of_gpu(os.environ))
     why = "engine.runner is transformers"
     if engine.runner != "transformers":
@@ -142,20 +133,3 @@ def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside: 
         own = found.computes
         found.computes = replace(own, fallbacks=(*own.fallbacks, fallback("the native step is not used", why)))
     return found
-
-
-def _arithmetic(model: ModelConfig, engine: EngineConfig) -> Runner:
-    from engine.model.arithmetic import ArithmeticRunner
-
-    engine.refuse_unknown(ArithmeticRunner.unknown_settings)
-    model.require_exact("engine.runner is arithmetic")
-    return ArithmeticRunner(
-        engine.num_blocks or ARITHMETIC_BLOCKS,
-        engine.block_size,
-        max_model_len=engine.max_model_len or ARITHMETIC_MODEL_LEN,
-        max_num_seqs=engine.batch(on_gpu=False).max_num_seqs,
-        num_layers=ARITHMETIC_LAYERS,
-        layer_s=engine.arithmetic_step_ms / 1e3 / ARITHMETIC_LAYERS,
-        token_s=engine.arithmetic_token_ms / 1e3,
-        tokenizer=Path(model.path) / "tokenizer.json" if model.path else None,
-    )

@@ -14,6 +14,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pydantic_core import to_json
 
 from baton import config
 from baton.config import Config
+from baton.config.section import is_listed
 
 CHART = Path("helm/baton")
 BEGIN, END = "<!-- values: written by `python -m tools.chart_docs` -->", "<!-- end of values -->"
@@ -40,6 +42,8 @@ SET_BY_CHART = {
 }
 """Settings that are not the user's: the chart knows them."""
 CHART_SECTIONS = {"kubernetes"}
+UNLISTED = {field.name for field in fields(Config) if not is_listed(Config, field.name)}
+"""Sections that the chart takes and its README does not name."""
 ONE_VALUE = {"resources"}
 """Definitions of the schema that get one line in the table."""
 
@@ -53,8 +57,9 @@ def config_schema() -> Schema:
     sections = {
         name: _section(section, schema["$defs"], defaults[name], SET_BY_CHART.get(name, set()))
         for name, section in schema["properties"].items()
-        if name not in CHART_SECTIONS
+        if name not in CHART_SECTIONS | UNLISTED
     }
+    sections |= {name: {"description": "Tests of Baton itself.", "type": "object"} for name in UNLISTED}
     return {
         "description": "Settings of Baton itself, as in baton/config. The chart sets what only it knows.",
         "type": "object",
@@ -145,6 +150,8 @@ def _tables(schema: Schema, defaults: dict[str, Any]) -> Iterator[str]:
 def _rows(name: str, value: Schema, default: Any, schema: Schema) -> Iterator[str]:
     definition = value.get("$ref", "").removeprefix("#/definitions/")
     value = _resolved(value, schema)
+    if name.removeprefix("config.") in UNLISTED:
+        return
     if "properties" in value and definition not in ONE_VALUE:
         inner = default if isinstance(default, dict) else {}
         for key, item in value["properties"].items():

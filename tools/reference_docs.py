@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from baton import errors
 from baton.config import Config
 from baton.config.load import SHORT_NAMES
+from baton.config.section import is_listed
 from tools.chart_docs import between, described_settings, one_line
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,8 @@ def settings_tables() -> str:
     defaults = json.loads(TypeAdapter(Config).dump_json(Config()))
     lines = []
     for name, value in schema["properties"].items():
+        if not is_listed(Config, name):
+            continue
         section = schema["$defs"][value["$ref"].removeprefix("#/$defs/")]
         lines += [f"## {name}", "", one_line(section["description"]), "", "| Setting | Default | |", "|---|---|---|"]
         for key, field in section["properties"].items():

@@ -82,8 +82,9 @@ class Member:
             host=host,
             tls=self.tls,
             keys=self.keys,
+            testing=config.testing,
         )
-        self.kv = KvEndpoint(local, self.loop, config.transfer, config.faults)
+        self.kv = KvEndpoint(local, self.loop, config.transfer)
         self.context = WorkerContext(worker_id, self.loop, self.kv)
         """Context for the RPC handlers."""
         self._keeper: LeaseKeeper | None = None

@@ -98,11 +98,15 @@ async def running(
 
 
 def build_runner(config: Config) -> Runner:
-    """Build the runner that `engine.runner` names. Takes seconds.
+    """Build the runner that `engine.runner` names, or the arithmetic one of tests. Takes seconds.
 
     Raises:
         ModelLoadError, ConfigError: it cannot run as configured, or does not support a setting that is set.
     """
+    if config.testing.arithmetic:
+        from engine.testing import arithmetic_runner
+
+        return arithmetic_runner(config.model, config.engine, config.testing)
     aside = config.transfer.gpu_bytes(config.engine.tensor_parallel)
     return make_runner(config.model, config.engine, cache_dir(config.cluster), aside)
 

@@ -4,16 +4,17 @@ A setting comes from, in rising order of precedence: the defaults here, one YAML
 environment. `section.field` in YAML is `BATON_SECTION_FIELD` in the environment. These have a short form, too:
 
     BATON_GRPC_PORT   cluster.grpc_port        BATON_CACHE    cluster.cache_dir
-    BATON_HTTP_PORT   cluster.http_port        BATON_FAULTS   faults.spec
+    BATON_HTTP_PORT   cluster.http_port
 
 `load` is the only code that reads the environment, except that client commands take BATON_ADDRESS for --address,
 BATON_API_KEY for --api-key, and BATON_TLS, BATON_CA, BATON_CERTIFICATE and BATON_KEY for the options of those names.
 
 engine      model, engine
-transfer    transfer, faults
+transfer    transfer
 serving     index, router and its SLO classes
 cluster     cluster, kubernetes, autoscale
 telemetry   telemetry
+testing     the hidden section of our tests
 secrets     hides the secrets among them
 section     parses and validates fields, and words the errors
 load        all sections together, from file and environment
@@ -28,7 +29,8 @@ from baton.config.secrets import HIDDEN, password_of, why_unreadable, with_passw
 from baton.config.section import MAX_TIMEOUT_S
 from baton.config.serving import DEFAULT_CLASS, IndexConfig, RouterConfig, SloClassConfig
 from baton.config.telemetry import TelemetryConfig
-from baton.config.transfer import FaultsConfig, TransferConfig
+from baton.config.testing import Faults, TestingConfig, parse_faults
+from baton.config.transfer import TransferConfig
 
 __all__ = [
     "DEFAULT",
@@ -43,7 +45,7 @@ __all__ = [
     "Config",
     "EngineConfig",
     "EveryEngineConfig",
-    "FaultsConfig",
+    "Faults",
     "GibOrAuto",
     "IndexConfig",
     "KubernetesConfig",
@@ -52,10 +54,12 @@ __all__ = [
     "SettingOrigin",
     "SloClassConfig",
     "TelemetryConfig",
+    "TestingConfig",
     "TransferConfig",
     "child_environment",
     "load",
     "origins",
+    "parse_faults",
     "password_of",
     "process_config",
     "why_unreadable",

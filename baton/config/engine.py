@@ -13,7 +13,6 @@ from baton.config.section import (
     ON_OFF,
     WHOLE,
     AtLeastOne,
-    Float,
     Int,
     Must,
     OneOf,
@@ -112,11 +111,10 @@ class ModelConfig:
 class EveryEngineConfig:
     """Settings of one worker's engine that every engine supports."""
 
-    runner: Annotated[str, OneOf("auto", "native", "transformers", "arithmetic")] = "auto"
+    runner: Annotated[str, OneOf("auto", "native", "transformers")] = "auto"
     """Engine that computes the model. native: Baton's C code, in float32 on CPUs, for supported model types; the
     machine's C compiler builds it. transformers: the models of the transformers library. auto: native if it supports
-    the model, otherwise transformers; the log shows which and why. arithmetic: a model whose output can be computed by
-    hand, for tests and benchmarks."""
+    the model, otherwise transformers; the log shows which and why."""
     block_size: Int = 16
     """Tokens per KV block; a multiple of 16."""
     kv_cache_gib: GibOrAuto = "auto"
@@ -146,8 +144,8 @@ class EveryEngineConfig:
     every step together; on GPUs each rank has its own. Must divide the number of KV heads."""
 
     def __post_init__(self) -> None:
-        if self.runner in ("arithmetic", "native") and self.tensor_parallel > 1:
-            raise ConfigError(f"engine.runner {self.runner} has one rank; set engine.tensor_parallel to 1")
+        if self.runner == "native" and self.tensor_parallel > 1:
+            raise ConfigError("engine.runner native has one rank; set engine.tensor_parallel to 1")
         if self.max_model_len and self.max_model_len < HASH_BLOCK:
             raise ConfigError(
                 f"engine.max_model_len must be 0 or at least {HASH_BLOCK} tokens, got {self.max_model_len}"
@@ -167,10 +165,6 @@ class EngineConfig(EveryEngineConfig):
     """Engine of one worker."""
 
     # Settings that only Baton's own engine supports:
-    arithmetic_step_ms: Float = 0.0
-    """Minimum duration of a step of the arithmetic model, in milliseconds; the model sleeps to reach it."""
-    arithmetic_token_ms: Float = 0.0
-    """Additional minimum duration for each token in a step of the arithmetic model, in milliseconds."""
     max_waiting: AtLeastOne = 1024
     """Maximum number of sequences that wait for blocks; a worker refuses further ones."""
     output_reservation: Int = 512
@@ -242,11 +236,12 @@ class EngineConfig(EveryEngineConfig):
             tokens = max(sequences, tokens)
         return Batch(sequences, tokens, plans_ahead if self.plan_ahead == "auto" else self.plan_ahead)
 
-    def refuse_unknown(self, unknown: Collection[str]) -> None:
+    def refuse_unknown(self, unknown: Collection[str], setting: str) -> None:
         """Refuse settings that an engine does not support.
 
         Args:
             unknown: names of the settings that it does not support.
+            setting: the setting that selects the engine, for the message.
 
         Raises:
             ConfigError: one of them differs from its default; the message names it.
@@ -255,7 +250,7 @@ class EngineConfig(EveryEngineConfig):
         found = [f"engine.{name}" for name in sorted(unknown) if getattr(self, name) != getattr(defaults, name)]
         if found:
             are, unset = ("is", "unset it") if len(found) == 1 else ("are", "unset them")
-            raise ConfigError(f"{' and '.join(found)} {are} not supported by engine.runner={self.runner}; {unset}")
+            raise ConfigError(f"{' and '.join(found)} {are} not supported by {setting}; {unset}")
 
 
 OWN_SETTINGS = frozenset(EngineConfig.__annotations__)

@@ -7,17 +7,18 @@ import json
 import os
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 
 from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfig
 from baton.config.engine import EngineConfig, ModelConfig
 from baton.config.secrets import why_unreadable, without_password
-from baton.config.section import build, section
+from baton.config.section import UNLISTED, build, is_listed, section
 from baton.config.serving import IndexConfig, RouterConfig
 from baton.config.telemetry import TelemetryConfig
-from baton.config.transfer import FaultsConfig, TransferConfig
+from baton.config.testing import TestingConfig
+from baton.config.transfer import TransferConfig
 from baton.errors import ConfigError
 from baton.spelling import nearest
 
@@ -28,7 +29,6 @@ SHORT_NAMES = {
     "BATON_GRPC_PORT": ("cluster", "grpc_port"),
     "BATON_HTTP_PORT": ("cluster", "http_port"),
     "BATON_CACHE": ("cluster", "cache_dir"),
-    "BATON_FAULTS": ("faults", "spec"),
 }
 REDIS_URL = "BATON_INDEX_REDIS_URL"
 HUB_TOKENS = {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
@@ -56,7 +56,7 @@ class Config:
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    testing: Annotated[TestingConfig, UNLISTED] = field(default_factory=TestingConfig)
 
     def __post_init__(self) -> None:
         ranks, gpus = self.engine.tensor_parallel, self.cluster.gpus_per_worker
@@ -65,6 +65,8 @@ class Config:
                 f"cluster.gpus_per_worker is {gpus:g} and engine.tensor_parallel {ranks}: each rank has one GPU; "
                 "set cluster.gpus_per_worker to 0"
             )
+        if ranks > 1 and self.testing.arithmetic:
+            raise ConfigError("testing.arithmetic has one rank; set engine.tensor_parallel to 1")
         if self.engine.kv_dtype in ("int8", "fp8") and self.transfer.wire_dtype != "auto":
             raise ConfigError(
                 f"transfer.wire_dtype is {self.transfer.wire_dtype}, but pages of engine.kv_dtype "
@@ -197,15 +199,17 @@ def _split(variable: str) -> tuple[str, str]:
     if name not in sections or key not in sections[name].__dataclass_fields__:  # type: ignore[union-attr]
         words = variable.removeprefix("BATON_")
         meant = nearest(words, [each.removeprefix("BATON_") for each in _variables()])
-        advice = f"did you mean BATON_{meant}?" if meant else f"the sections are {', '.join(sorted(sections))}"
+        listed = ", ".join(each for each in sorted(sections) if is_listed(Config, each))
+        advice = f"did you mean BATON_{meant}?" if meant else f"the sections are {listed}"
         raise ConfigError(f"the environment variable {variable} is not a setting of Baton; {advice}")
     return name, key
 
 
 def _variables() -> set[str]:
-    """Return the environment variables of all settings."""
+    """Return the environment variables of all listed settings."""
     return SHORT_NAMES.keys() | {
         f"BATON_{section.name}_{key}".upper()
         for section in dataclasses.fields(Config)
+        if is_listed(Config, section.name)
         for key in section.default_factory.__dataclass_fields__  # type: ignore[union-attr]
     }

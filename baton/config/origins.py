@@ -11,7 +11,7 @@ from typing import Any
 
 from baton.config.load import Config, load, read_file, variables
 from baton.config.secrets import HIDDEN, without_password
-from baton.config.section import SECRET
+from baton.config.section import SECRET, is_listed
 
 DEFAULT = "default"
 
@@ -31,6 +31,8 @@ class SettingOrigin:
 def origins(path: Path | None = None, environ: Mapping[str, str] | None = None) -> list[SettingOrigin]:
     """Return every setting of the configuration that `load` returns for the same file and environment, in order.
 
+    Unlisted settings are among them only if they are set.
+
     Raises:
         ConfigError: as for `load`.
     """
@@ -48,6 +50,8 @@ def _shown(config: Config, given: Mapping[tuple[str, str], str]) -> Iterator[Set
             value = getattr(values, field.name)
             is_secret = SECRET in type(values).__pydantic_fields__[field.name].metadata
             origin = given.get((section.name, field.name), DEFAULT)
+            if origin == DEFAULT and not is_listed(type(config), section.name):
+                continue
             # A secret may look like a URL; all of it must be hidden, not its password only.
             is_hidden = is_secret and bool(value) and not field.name.endswith("_url")
             shown = HIDDEN if is_hidden else _without_passwords(value)

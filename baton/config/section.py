@@ -42,6 +42,8 @@ class Must:
 
 SECRET = "secret"
 """Annotation of a setting whose value is never shown."""
+UNLISTED = "unlisted"
+"""Annotation of a section that documentation and errors do not name."""
 
 
 class OneOf:
@@ -173,6 +175,11 @@ def build(cls: type[T], values: Mapping[Any, Any]) -> T:
     return found
 
 
+def is_listed(cls: type[Any], name: str) -> bool:
+    """Return whether documentation and errors name this field of a section."""
+    return UNLISTED not in cls.__pydantic_fields__[name].metadata
+
+
 def _sentence(cls: type[Any], error: ValidationError, prefix: str) -> str:
     """Return the text of the first error; unknown names come before wrong values."""
     details = error.errors(include_url=False)
@@ -180,7 +187,7 @@ def _sentence(cls: type[Any], error: ValidationError, prefix: str) -> str:
     owner, field, path = _place(cls, first["loc"])
     name = ".".join((*((prefix,) if prefix else ()), *path))
     if first["type"] in _UNKNOWN:
-        known = sorted(owner.__pydantic_fields__)
+        known = sorted(each for each in owner.__pydantic_fields__ if is_listed(owner, each))
         if meant := nearest(path[-1], known):
             return f"unknown setting {name}; did you mean {name.removesuffix(path[-1])}{meant}?"
         return f"unknown setting {name}; known here: {', '.join(known)}"

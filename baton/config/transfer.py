@@ -1,4 +1,4 @@
-"""Settings of the KV transfer, and of the faults that tests inject into it."""
+"""Settings of the KV transfer."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from baton.config.section import COMMA_SEPARATED, ON_OFF, WHOLE, AtLeastOne, Must, OneOf, Seconds, String, section
+from baton.config.section import COMMA_SEPARATED, ON_OFF, WHOLE, AtLeastOne, Must, OneOf, Seconds, section
 from baton.errors import ConfigError
 
 TRANSPORT_NAMES = ("ipc", "nccl", "shm", "tcp")
 NCCL_CONNECTION_BYTES = 42 * 2**20
 """Maximum GPU memory of one side of an nccl transport, in bytes (`pair-memory` in tests/gpu)."""
-NCCL_MODES = ("nonblocking-eager", "nonblocking-lazy", "blocking-eager", "blocking-lazy")
-NcclMode: TypeAlias = Annotated[str, OneOf(*NCCL_MODES)]
 PlainKind: TypeAlias = Annotated[str, OneOf("nccl")]
 TransportName: TypeAlias = Annotated[str, OneOf(*TRANSPORT_NAMES)]
 
@@ -77,11 +75,6 @@ class TransferConfig:
     (`cluster.tls_certificate`): nccl, which cannot encrypt. Set it only if the network between the GPUs is private.
     Both workers must set it; otherwise KV between machines is sent over tcp."""
 
-    nccl_mode: NcclMode = "nonblocking-eager"
-    """Mode in which nccl transports create and use their communicators, for debugging hangs; it must be the same on all
-    workers. blocking: a call into NCCL returns when it has finished. lazy: the first message creates the
-    communicator."""
-
     def gpu_bytes(self, num_ranks: int) -> int:
         """Return the maximum memory of each GPU that the transfers of a worker with `num_ranks` ranks use, in bytes."""
         over_nccl = "nccl" in self.transports and num_ranks == 1
@@ -101,12 +94,3 @@ class TransferConfig:
         for limit, value in (("op_timeout_s", self.op_timeout_s), ("lease_s", self.lease_s)):
             if self.ping_s > value:
                 raise ConfigError(f"transfer.ping_s ({self.ping_s}) must not exceed transfer.{limit} ({value})")
-
-
-@section("faults")
-class FaultsConfig:
-    """Faults that are injected on purpose, for tests. Off by default."""
-
-    spec: String = ""
-    """Comma-separated NAME=N: inject the fault into every Nth chunk of a KV transfer. The names are the fields of
-    `kvstore.transfer.transport.faults.Faults`."""

@@ -17,7 +17,7 @@ def bytes_per_worker(config: Config) -> int:
     It is 0 if it is unknown, or on a GPU, whose shares Ray assigns.
     """
     engine, model = config.engine, config.model
-    if engine.runner == "arithmetic" or engine.kv_cache_gib == "auto":
+    if config.testing.arithmetic or engine.kv_cache_gib == "auto":
         return 0
     weights = weights_bytes(Path(model.path), "float32" if model.dtype == "auto" else model.dtype)
     return weights + engine.tensor_parallel * (PROCESS_BYTES + int(engine.kv_cache_gib * GIB))

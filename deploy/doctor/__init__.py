@@ -23,7 +23,7 @@ from deploy.controller.state import load as load_state
 from deploy.doctor import certificates, cluster, endpoints, machine, redis, start, transports
 from deploy.doctor.checks import Check, guarded, judged, show
 from deploy.doctor.model import checks as model_checks
-from deploy.doctor.reach import Target, reachability, takes_anybody
+from deploy.doctor.reach import Target, reachability
 from deploy.operator.client import OPEN, Access
 
 __all__ = ["Check", "DoctorPart", "diagnose", "model_checks", "not_configured", "show", "start"]
@@ -58,7 +58,7 @@ def diagnose(
     checks = [Check("configuration", "ok", "valid")]
     checks += certificates.files(config)
     checks += _configured_redis(config)
-    checks += endpoints.checks(endpoints.configured(config, environ, takes_anybody(config.index.redis_url)))
+    checks += endpoints.checks(config, environ)
     if part is DoctorPart.ROUTER:
         checks += guarded("tenants", lambda: machine.tenants(config))
         checks += machine.cache_secret(config)
@@ -114,7 +114,7 @@ def _laptop(config: Config, address: str, access: Access, environ: Mapping[str, 
     if not running:
         if url := config.index.redis_url:
             checks += redis.server(url, _seen(config))
-        checks += endpoints.checks(endpoints.configured(config, environ, takes_anybody(config.index.redis_url)))
+        checks += endpoints.checks(config, environ)
         checks.append(Check("cluster", "ok", f"none runs at {address}", ""))
     return checks + running
 
@@ -137,7 +137,7 @@ def _configured_redis(config: Config) -> Iterator[Check]:
     yield from redis.server(url, seen)
 
 
-def _seen(config: Config) -> redis.Look | BatonError:
+def _seen(config: Config) -> redis.Facts | BatonError:
     try:
         return redis.look(config.index.url, member_tls(config.cluster))
     except BatonError as error:

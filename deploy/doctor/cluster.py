@@ -1,4 +1,7 @@
-"""Checks of a running cluster, through a router, the routers' metrics and Redis."""
+"""Checks of a running cluster, through a router and Redis.
+
+`baton status` shows pools, the controller, failed self-checks, slower implementations and unreadable values in Redis.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,25 @@ import http.client
 import importlib.metadata
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
-from baton.cluster import with_role
 from baton.config import Config, without_password
 from baton.errors import BatonError, Forbidden, InvalidRequest, NoWorker, Unauthenticated
 from baton.tls import member_tls
 from deploy.doctor import endpoints, redis
 from deploy.doctor.checks import Check, guarded, judged, names
 from deploy.doctor.machine import hostname
-from deploy.doctor.reach import Target, reachability, takes_anybody, wrongly_announced
+from deploy.doctor.reach import Target, is_loopback, reachability, wrongly_announced
 from deploy.extras import DISTRIBUTION
 from deploy.operator.client import Access, Client, StatusJson, metadata_of
-from deploy.operator.scrape import Samples, Scraper, http_connection, seen_from
-from deploy.operator.tables import computes_of
+from deploy.operator.scrape import http_connection, seen_from
 
 LAG_S = 2.0
 """Mirror lag above which a router places requests by outdated data."""
 DRAIN_LOOK_S = 2.0
 """Time between two observations of a draining worker."""
 HTTP_TIMEOUT_S = 2.0
-NO_KEY = "none is needed"
 
 
 def diagnose(config: Config, address: str, access: Access, environ: Mapping[str, str]) -> list[Check]:
@@ -48,39 +49,18 @@ def diagnose(config: Config, address: str, access: Access, environ: Mapping[str,
         return [Check("router", "fail", str(error), f"check that {address} is the gRPC port of a Baton router")]
     finally:
         client.close()
-    scraped = {router["id"]: _scraped(router["http"], address, access) for router in status["routers"]}
-    metrics = next((samples for samples in scraped.values() if samples is not None), None)
-    checks += metrics_seen(scraped)
-    checks += versions(_versions(status, scraped), importlib.metadata.version(DISTRIBUTION))
-    checks += pools(status)
-    checks += workers(status)
-    checks += computing(status)
+    checks += versions(_versions(status), importlib.metadata.version(DISTRIBUTION))
     checks += mirrors(status)
-    checks += _redis(config, status, metrics)
+    checks += _redis(config, status)
     targets = _targets(status)
     nodes = {worker["node"] for worker in status["workers"]}
     checks += wrongly_announced(targets, is_one_machine=nodes <= {hostname()})
     # From a pod every other address should be reachable.
     reached = [each for each in targets if not _is_nowhere(each)]
     checks += reachability(reached, "KUBERNETES_SERVICE_HOST" in environ)
-    key = guarded("api key", lambda: _key(status, address, access), "")
-    checks += key
-    # A request with a key does not show whether one is required.
-    asks_key = None if access.api_key or not key else key[0].found != NO_KEY
-    is_open = takes_anybody(config.index.redis_url or status["redis"]["address"])
-    checks += endpoints.checks(endpoints.announced(endpoints.configured(config, environ, is_open), status, asks_key))
+    checks += guarded("api key", lambda: _key(status, address, access), "")
+    checks += endpoints.checks(config, environ, status["redis"]["address"])
     return checks
-
-
-def metrics_seen(scraped: Mapping[str, Samples | None]) -> Iterator[Check]:
-    lost = [router for router, samples in scraped.items() if samples is None]
-    yield judged(
-        "metrics",
-        not lost,
-        f"of {len(scraped)} routers" if not lost else f"cannot be read from {names(lost)}",
-        "check that this machine can reach the HTTP port",
-        "warn",
-    )
 
 
 def versions(found: Mapping[str, str], ours: str) -> Iterator[Check]:
@@ -88,12 +68,14 @@ def versions(found: Mapping[str, str], ours: str) -> Iterator[Check]:
     found: process -> its version, of the processes that report one.
     ours: version of the distribution that this command is from.
     """
-    several = redis.by_value((who, version) for who, version in found.items())
+    several: dict[str, list[str]] = defaultdict(list)
+    for who, version in found.items():
+        several[version].append(who)
     if len(several) > 1:
         yield Check(
             "versions",
             "warn",
-            redis.listed(several),
+            "; ".join(f"{version}: {names(who)}" for version, who in sorted(several.items())),
             "expected during an upgrade; otherwise upgrade the older ones",
         )
     elif several and ours not in several:
@@ -110,55 +92,8 @@ def versions(found: Mapping[str, str], ours: str) -> Iterator[Check]:
             "versions",
             "warn",
             f"this command is {ours}; the cluster does not report its version",
-            "make the router's HTTP port reachable, or upgrade the cluster to a release that reports its version",
+            "upgrade the cluster to a release that reports its version",
         )
-
-
-def pools(status: StatusJson) -> Iterator[Check]:
-    for name, pool in status["pools"].items():
-        yield judged(
-            f"pool {name}",
-            pool["ready"] >= pool["desired"],
-            f"{pool['ready']} of {pool['desired']} ready",
-            "check that its nodes have room (GPUs, memory, Pending pods); the controller's log names failed starts",
-            "warn",
-        )
-    controller = status.get("controller")
-    yield judged(
-        "controller",
-        bool(controller),
-        controller["address"] if controller else "none is known",
-        "until it runs again, dead workers are not replaced, and pools cannot be changed: see its log",
-        "warn",
-    )
-
-
-def workers(status: StatusJson) -> Iterator[Check]:
-    for worker in status["workers"]:
-        yield judged(
-            with_role(worker["id"], worker["role"]),
-            worker["self_check"] == "ok",
-            worker["self_check"],
-            "blocks are leaked: please report it with the worker's log",
-        )
-
-
-def computing(status: StatusJson) -> Iterator[Check]:
-    """Check the workers' compute configuration for implementations that are slower than their devices allow."""
-    slower = redis.by_value(
-        (with_role(w["id"], w["role"]), reason) for w in status["workers"] for reason in computes_of(w).fallbacks
-    )
-    for reason, who in slower.items():
-        yield Check(
-            "computing",
-            "warn",
-            f"{reason} ({names(who)})",
-            "it may be several times slower than the device allows: docs/gpu.md lists what each implementation needs, "
-            "and the worker's log has the full reason",
-        )
-    if not slower and status["workers"]:
-        found = redis.by_value((with_role(w["id"], w["role"]), computes_of(w).in_words()) for w in status["workers"])
-        yield Check("computing", "ok", redis.listed(found))
 
 
 def mirrors(status: StatusJson) -> Iterator[Check]:
@@ -204,50 +139,22 @@ def drains(status: StatusJson, again: Callable[[], StatusJson], wait_s: float = 
         yield judged(f"drain of {key[0]}", not is_stuck, f"{left}{', no progress' if is_stuck else ''}", fix, "warn")
 
 
-def _versions(status: StatusJson, scraped: Mapping[str, Samples | None]) -> dict[str, str]:
-    found = {}
-    for router, samples in scraped.items():
-        for sample in samples.of("baton_build_info") if samples else ():
-            found[router] = sample.labels["version"]
-    members = [*status["routers"], *status["workers"], *([status["controller"]] if status.get("controller") else [])]
-    for member in members:
-        if version := member.get("version"):
-            found[member.get("id", "controller")] = version
-    return found
+def _versions(status: StatusJson) -> dict[str, str]:
+    controller = status.get("controller")
+    members = [*status["routers"], *status["workers"], *([controller] if controller else [])]
+    return {member.get("id", "controller"): version for member in members if (version := member.get("version"))}
 
 
-def _scraped(announced: str, asked: str, access: Access) -> Samples | None:
-    scraper = Scraper(seen_from(announced, asked), access, HTTP_TIMEOUT_S)
-    try:
-        return scraper.read()
-    except NoWorker:
-        return None
-    finally:
-        scraper.close()
-
-
-def _redis(config: Config, status: StatusJson, metrics: Samples | None) -> Iterator[Check]:
+def _redis(config: Config, status: StatusJson) -> Iterator[Check]:
     address, is_ok = status["redis"]["address"], status["redis"]["ok"]
     yield judged("redis", is_ok, without_password(address), "the router serves from memory; restart Redis", "warn")
     # The status may omit a password that the local configuration has.
-    url = config.index.redis_url or address
-    seen: redis.Look | BatonError
     try:
-        seen = redis.look(config.index.url or address, member_tls(config.cluster))
+        facts: redis.Facts | BatonError = redis.look(config.index.url or address, member_tls(config.cluster))
     except BatonError as error:
-        seen = error
-    if is_ok or not isinstance(seen, BatonError):
-        yield from redis.server(url, seen)
-    if not isinstance(seen, BatonError):
-        yield from redis.leases(seen, config.index.lease_s)
-        return
-    # The routers' metrics contain a part of this.
-    kinds = (
-        [(s.labels["worker"], s.labels["wire_compat"][:8]) for s in metrics.of("baton_worker_info")] if metrics else []
-    )
-    if kinds:
-        yield redis.kv_kinds(redis.by_value(iter(kinds)))
-    yield from redis.shapes([(w["id"], w["role"], w["block_size"], w["chunk_tokens"]) for w in status["workers"]])
+        facts = error
+    if is_ok or not isinstance(facts, BatonError):
+        yield from redis.server(config.index.redis_url or address, facts)
 
 
 def _targets(status: StatusJson) -> list[Target]:
@@ -270,7 +177,7 @@ def _key(status: StatusJson, asked: str, access: Access) -> Iterator[Check]:
         try:
             connection.request("GET", "/v1/models", headers=headers)
             answer = connection.getresponse()
-            yield key_check(answer.status, answer.read(), bool(access.api_key))
+            yield key_check(answer.status, answer.read(), bool(access.api_key), _others(status))
             return
         except (OSError, http.client.HTTPException):
             continue
@@ -278,10 +185,23 @@ def _key(status: StatusJson, asked: str, access: Access) -> Iterator[Check]:
             connection.close()
 
 
-def key_check(http_status: int, body: bytes, has_key: bool) -> Check:
-    """Return the check of the API key, from a router's response to /v1/models."""
+def _others(status: StatusJson) -> list[str]:
+    """Return the hosts of routers that other machines can reach."""
+    hosts = {endpoints.host_of(router["grpc"]) for router in status["routers"]}
+    return sorted(host for host in hosts if host and not is_loopback(host))
+
+
+def key_check(http_status: int, body: bytes, has_key: bool, others: list[str]) -> Check:
+    """Return the check of the API key, from a router's response to /v1/models.
+
+    Args:
+        others: the routers' hosts that other machines can reach.
+    """
     if http_status == 200:
-        return Check("api key", "ok", "yours is accepted" if has_key else NO_KEY)
+        if has_key or not others:
+            return Check("api key", "ok", "yours is accepted" if has_key else "none is needed")
+        fix = f"configure tenants (router.tenants_file), or {endpoints.OWN_NETWORK}"
+        return Check("api key", "warn", f"none is needed: {names(others)} serves any client that can reach it", fix)
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):

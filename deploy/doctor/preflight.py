@@ -91,7 +91,7 @@ def require_heads(config: Config) -> None:
         ModelLoadError: the model's config.json cannot be read.
     """
     ranks = config.engine.tensor_parallel
-    if ranks == 1 or config.engine.runner == "arithmetic":
+    if ranks == 1:
         return
     said = read_json(Path(config.model.path) / "config.json")
     for name, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "KV heads")):
@@ -189,7 +189,7 @@ def _torch_cuda() -> str:
 
 def _is_here(config: Config) -> bool:
     """Return whether workers load a model on this machine."""
-    return config.engine.runner != "arithmetic" and not config.cluster.ray_address
+    return not config.testing.arithmetic and not config.cluster.ray_address
 
 
 def _drafting_bytes(config: Config) -> int:

@@ -19,7 +19,6 @@ from deploy.controller.state import starting_sizes
 from deploy.doctor import certificates, machine, preflight, redis
 from deploy.doctor.checks import Check, guarded
 from deploy.models import cache_dir
-from kvstore.transfer.transport.faults import parse_faults
 from router.request.moderation import load_judge
 
 Precondition = Callable[[Config], Iterable[Check]]
@@ -79,7 +78,6 @@ def packages(config: Config) -> Iterator[Check]:
 
 def settings(config: Config) -> Iterator[Check]:
     """Check settings that processes use only later, when an error would appear only in their logs."""
-    parse_faults(config.faults.spec)
     if config.router.moderation:
         load_judge(config.router.moderation)
     cluster = config.cluster

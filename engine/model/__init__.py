@@ -1,13 +1,11 @@
 """The KV cache in tensors, and the runners that compute steps on it. Needs torch, as `sampling` does; `core` does not.
 
 `transformers_runner` runs a Hugging Face model with paged attention (`attention`; on a GPU `kernel_attention`, with
-decodes by `flashinfer_attention` if configured), on several ranks if configured (`ranks`). `arithmetic` is a model
-whose output can be computed by hand. Both are a `Runner` of `engine.core`. `logits_runner` is the part that the first
-shares with `engine.native`.
+decodes by `flashinfer_attention` if configured), on several ranks if configured (`ranks`). It is a `Runner` of
+`engine.core`. `logits_runner` is the part that it shares with `engine.native`.
 """
 
 __all__ = [
-    "arithmetic",
     "attention",
     "attention_choice",
     "attention_probe",

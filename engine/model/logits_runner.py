@@ -75,8 +75,6 @@ class LogitsRunner(ABC):
     """Context manager in which a step's tokens and scores are computed."""
     _set_aside = 0
     """Bytes of each GPU that are reserved for transfers and not used by the pool."""
-    unknown_settings = frozenset({"arithmetic_step_ms", "arithmetic_token_ms"})
-    """Settings that its engine does not support."""
 
     def __init__(
         self,

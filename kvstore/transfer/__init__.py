@@ -15,8 +15,8 @@
 (`plan`), the 64 bytes before each message (`chunk_header`), and the two state machines. `connection` is one rank to one
 rank. `pipeline` runs on the thread that owns one end of a transport. `copy` moves bytes between cache and payload.
 `transport` moves them between two processes; a new transport is one file and one row in `transport.select`. `device` is
-a GPU, as far as these two need one. Imports go from the top of the picture down. This package imports nothing by
-itself: `transport.nccl_env` is read before torch.
+a GPU, as far as these two need one. `testing` breaks transfers on purpose. Imports go from the top of the picture
+down. This package imports nothing by itself: `transport.nccl_env` is read before torch.
 
 A KV transfer, message by message. Lines with ~ are data; everything else is the control stream:
 
@@ -58,5 +58,6 @@ __all__ = [
     "receiver",
     "sender",
     "stats",
+    "testing",
     "transport",
 ]

@@ -29,7 +29,7 @@ from kvstore.transfer.transport.nccl_counts import nccl_connections_by_carrier, 
 from kvstore.transfer.transport.streams import num_shared_streams
 
 if TYPE_CHECKING:
-    from baton.config import FaultsConfig, TransferConfig
+    from baton.config import TransferConfig
     from engine.core.serving import ServingEngine
     from kvstore.transfer.local_worker import LocalWorker
 
@@ -47,11 +47,9 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         prefixes: pulls prefixes from other workers.
     """
 
-    def __init__(
-        self, worker: LocalWorker, engine: ServingEngine, config: TransferConfig, faults: FaultsConfig | None = None
-    ) -> None:
+    def __init__(self, worker: LocalWorker, engine: ServingEngine, config: TransferConfig) -> None:
         choose_copies(worker.caches)
-        self.sender = KvSender(worker, config, faults)
+        self.sender = KvSender(worker, config)
         self.receiver = KvReceiver(worker, config)
         self.prefixes = PrefixPuller(worker.worker_id, engine, self.receiver, config.pull_timeout_s)
         self._engine = engine

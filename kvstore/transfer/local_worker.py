@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from baton.config import TestingConfig
     from baton.kv_layout import KvLayout
     from baton.tls import Tls
     from baton.trust import KeyFile
@@ -31,6 +32,8 @@ class LocalWorker:
     """Kind of KV; only workers of the same kind connect."""
     host: str
     """Address on which peers reach this worker's transports."""
+    testing: TestingConfig
+    """Faults of its transfers, if the project's own tests inject any."""
     tls: Tls | None = None
     """Certificates that this worker presents to other members; None: all connections are plain text."""
     keys: KeyFile | None = None

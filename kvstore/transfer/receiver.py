@@ -269,6 +269,7 @@ class KvReceiver:
             host=here.host,
             device=here.caches[hello.peer_rank].device,
             staging=self._staging,
+            testing=here.testing,
             is_sealed=is_sealed,
         )
         near = nearness(

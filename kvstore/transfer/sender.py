@@ -23,7 +23,6 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
-from baton.config import FaultsConfig
 from baton.errors import BatonError, Overloaded, TransferCancelled, TransferError, TransferRefused
 from baton.messages import Hello, Ticket, Transferred
 from baton.tasks import seen_through
@@ -37,7 +36,6 @@ from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.protocol.layout import destination_ranks, mismatch
 from kvstore.transfer.protocol.plan import WireOptions, least_chunk_bytes, plan, require_fitting_slots
 from kvstore.transfer.stats import TransferStats
-from kvstore.transfer.transport.faults import parse_faults
 from kvstore.transfer.transport.select import chunk_bytes, slot_bytes, usable_transports
 from kvstore.transfer.transport.shm import host_id
 
@@ -57,7 +55,7 @@ if TYPE_CHECKING:
 class KvSender:
     """Sender of KV from one worker's cache. For one event loop."""
 
-    def __init__(self, worker: LocalWorker, config: TransferConfig, faults: FaultsConfig | None = None) -> None:
+    def __init__(self, worker: LocalWorker, config: TransferConfig) -> None:
         self.layout = worker.layout()
         require_fitting_slots(self.layout, config.slot_bytes, config.wire_dtype)
         hello = Hello(
@@ -74,7 +72,7 @@ class KvSender:
         )
         self._worker = worker
         self._config = config
-        self._connections = ConnectionPool(worker, hello, config, parse_faults((faults or FaultsConfig()).spec))
+        self._connections = ConnectionPool(worker, hello, config)
         self._ahead = OpeningsAhead(self._connections)
         self._live: set[TransferPart] = set()
         self._ended = asyncio.Event()

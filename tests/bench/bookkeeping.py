@@ -27,10 +27,10 @@ from engine.core.engine import Engine
 from engine.core.runner import OnLayerDone, StepInput, StepPart
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
-from engine.model.arithmetic import ArithmeticRunner
 from engine.model.rank_step import RankStep, order_for_packing
 from engine.native.runner import NativeRunner
 from engine.sampling.row import Row
+from engine.testing import ArithmeticRunner
 from router.prompt import Tokenizer
 from tests.bench.engine_sides import GREEDY, PROMPT_TOKENS, TEXT
 from tests.bench.report import Report, Table

@@ -22,7 +22,7 @@ import torch
 import uvloop
 
 from baton import wire
-from baton.config import TransferConfig
+from baton.config import TestingConfig, TransferConfig
 from baton.messages import Ticket
 from baton.rpc.server import SERVER_OPTIONS
 from baton.tls import Tls
@@ -88,6 +88,7 @@ class _End:
             wire_compat="bench",
             host=HOST,
             tls=self.tls(mode),
+            testing=TestingConfig(),
         )
 
     def block_ids(self, num_tokens: int) -> list[int]:

@@ -21,7 +21,7 @@ from baton.cluster import Role, Worker
 from baton.config import RouterConfig
 from baton.telemetry.instruments import Instruments
 from baton.trust import KeyFile, Principal, draw_secret, write_private
-from engine.model.arithmetic import ArithmeticRunner
+from engine.testing import ArithmeticRunner
 from kvstore.index import Mirror
 from router.dispatch.selector import WorkerSelector
 from router.placement.pool_view import PoolView

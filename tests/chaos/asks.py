@@ -27,10 +27,10 @@ from baton.tools import Tool, ToolCallDelta, ToolChoice, ToolUse, joined_calls
 from baton.v1 import inference_pb2
 from deploy.models import cache_dir, resolve
 from engine.core.beams import BeamSearch
-from engine.model.arithmetic import modulus, sampled_of
 from engine.sampling.pipeline import Sampler
 from engine.sampling.row import Row
 from engine.sampling.structure import Structures
+from engine.testing import modulus, sampled_of
 from router.prompt import Tokenizer, in_tokens
 from tests.support.asking import prompt_of
 

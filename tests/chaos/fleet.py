@@ -37,11 +37,11 @@ from baton.config import (
     ClusterConfig,
     Config,
     EngineConfig,
-    FaultsConfig,
     IndexConfig,
     ModelConfig,
     RouterConfig,
     TelemetryConfig,
+    TestingConfig,
     TransferConfig,
     load,
 )
@@ -54,7 +54,7 @@ from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
 from deploy.processes import FENCED, tied
 from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
-from engine.model.arithmetic import ArithmeticRunner
+from engine.testing import ArithmeticRunner
 from tests.integration.cluster import Served, free_port
 from tests.support.asking import exposition
 from tests.support.members import control, leased, secret_file
@@ -347,6 +347,7 @@ def running_fleet(
     num_blocks: int = 2048,
     lease_s: float = 3.0,
     step_ms: float = 0.0,
+    token_ms: float = 0.0,
     faults: str = "",
     shares_address: bool = False,
     telemetry: TelemetryConfig | None = None,
@@ -358,6 +359,7 @@ def running_fleet(
 
     Args:
         step_ms: what a step of a worker takes at least.
+        token_ms: what each of its tokens takes besides.
         shares_address: the routers listen on the same ports.
         model_path: folder of the model; None: the default one's.
         engine: more of its settings.
@@ -369,11 +371,11 @@ def running_fleet(
             model=ModelConfig(
                 path=str(model_path or model.path), served_name=model.served_name, revision=model.revision
             ),
-            engine=EngineConfig(runner="arithmetic", num_blocks=num_blocks, arithmetic_step_ms=step_ms, **engine),
+            engine=EngineConfig(num_blocks=num_blocks, **engine),
             transfer=transfer,
             index=IndexConfig(redis_url=redis.url, lease_s=lease_s, renew_s=0.3, poll_s=0.2),
             router=router,
-            faults=FaultsConfig(spec=faults),
+            testing=TestingConfig(arithmetic=True, step_ms=step_ms, token_ms=token_ms, faults=faults),
             telemetry=telemetry or TelemetryConfig(),
             cluster=cluster or ClusterConfig(),
         )
@@ -423,8 +425,8 @@ async def _serve(role: Role, worker_id: str, config: Config, progress: Progress)
             config.engine.num_blocks,
             max_num_seqs=config.engine.batch(on_gpu=False).max_num_seqs,
             num_layers=NUM_LAYERS,
-            layer_s=config.engine.arithmetic_step_ms / 1e3 / NUM_LAYERS,
-            token_s=config.engine.arithmetic_token_ms / 1e3,
+            layer_s=config.testing.step_ms / 1e3 / NUM_LAYERS,
+            token_s=config.testing.token_ms / 1e3,
             tokenizer=Path(config.model.path) / "tokenizer.json",
         )
         runner.progress = progress

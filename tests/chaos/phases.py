@@ -24,7 +24,7 @@ from baton.errors import NoWorker
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.sequence import Sequence, Status
-from engine.model.arithmetic import ArithmeticRunner
+from engine.testing import ArithmeticRunner
 from tests.chaos import asks
 from tests.chaos.fleet import NUM_LAYERS, START_TIMEOUT_S, Fleet, running_fleet
 from tests.support.asking import prompt_of

@@ -47,9 +47,7 @@ def flip(fleet: Fleet, rng: random.Random) -> tuple[str, Role]:
 def test_roles_are_flipped_under_load() -> None:
     rng = random.Random(17)
     router = RouterConfig(max_attempts=8, cache_secret="chaos")
-    with running_fleet(
-        TransferConfig(), router, num_routers=2, num_blocks=NUM_BLOCKS, arithmetic_token_ms=TOKEN_MS
-    ) as fleet:
+    with running_fleet(TransferConfig(), router, num_routers=2, num_blocks=NUM_BLOCKS, token_ms=TOKEN_MS) as fleet:
         fleet.wait_for(*[fleet.add(role) for role in (*Role, *Role)])
         with Load(fleet) as load:
             window(load, WARM_UP_REQUESTS)

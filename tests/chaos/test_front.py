@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 SECONDS = float(os.environ.get("FRONT_SECONDS", "10"))
 SETTINGS = {
-    "engine_runner": "arithmetic", "engine_arithmetic_step_ms": "2", "engine_num_blocks": "8192",
+    "testing_arithmetic": "true", "testing_step_ms": "2", "engine_num_blocks": "8192",
     "engine_max_num_seqs": "256",
 }  # fmt: skip
 MOST_TIMES = 3.0

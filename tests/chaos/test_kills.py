@@ -17,7 +17,7 @@ import pytest
 from baton import wire
 from baton.api import Explanation, GenerateRequest
 from baton.cluster import Role
-from baton.config import Config, FaultsConfig, RouterConfig, TransferConfig
+from baton.config import Config, RouterConfig, TransferConfig
 from tests.chaos import asks
 from tests.chaos.asks import Listening, listen
 from tests.chaos.fleet import Fleet, running_fleet
@@ -134,7 +134,7 @@ def fleets() -> Iterator[Fleets]:
 @contextmanager
 def killing(fleet: Fleet, role: Role, faults: str = "") -> Iterator[Killer]:
     """Afterwards, whoever is left holds nothing and has found nothing amiss."""
-    killer = Killer(fleet, role, replace(fleet.config, faults=FaultsConfig(spec=faults)))
+    killer = Killer(fleet, role, replace(fleet.config, testing=replace(fleet.config.testing, faults=faults)))
     other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
     try:
         fleet.wait_for(*(killer.add(role) for _ in range(NUM_VICTIMS)), killer.add(other))

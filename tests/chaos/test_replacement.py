@@ -94,9 +94,7 @@ def test_the_replacement_of_a_worker_is_not_drowned() -> None:
 
             yield ask
 
-    with running_fleet(
-        TransferConfig(), router, num_blocks=NUM_BLOCKS, step_ms=STEP_MS, arithmetic_token_ms=TOKEN_MS
-    ) as fleet:
+    with running_fleet(TransferConfig(), router, num_blocks=NUM_BLOCKS, step_ms=STEP_MS, token_ms=TOKEN_MS) as fleet:
         victim, *others = [fleet.add(Role.DECODE) for _ in range(3)]
         fleet.wait_for(fleet.add(Role.PREFILL), victim, *others)
         with Clients(lambda number: script(fleet, number), NUM_CLIENTS) as clients, Watch(fleet.client.status) as watch:

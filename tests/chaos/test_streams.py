@@ -52,9 +52,9 @@ WHOLE_S = 90.0
 """Until the pools must be whole again. A worker takes a few seconds to start, and one that keeps dying waits."""
 NUM_TRIES = 5
 SETTINGS = {
-    "engine_runner": "arithmetic",
+    "testing_arithmetic": "true",
     "engine_num_blocks": "1024",
-    "engine_arithmetic_step_ms": str(STEP_MS),
+    "testing_step_ms": str(STEP_MS),
     "router_max_attempts": "16",
     "transfer_op_timeout_s": "3",
     "transfer_ping_s": "0.5",

@@ -34,7 +34,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
     lines = [f"{name}: {{key_sha256: [{hashlib.sha256(key.encode()).hexdigest()}]}}" for name, key in KEYS.items()]
     path.write_text(OPERATOR_ENTRY + "\n".join(lines))
     config = RouterConfig(mode="auto", tenants_file=str(path))
-    with running_fleet(TransferConfig(), config, arithmetic_token_ms=0.02) as fleet:
+    with running_fleet(TransferConfig(), config, token_ms=0.02) as fleet:
         yield fleet.fill(*Role)
 
 

@@ -17,7 +17,6 @@ from redis.asyncio import Redis
 from baton.blocks import KEY_BYTES
 from baton.cluster import ControllerInfo, RouterInfo
 from baton.trust import Principal
-from deploy.doctor import redis as doctor
 from kvstore.index import BlockEvent, IndexOutcome, Mirror, MirrorFollower, Op, RedisConnection, RedisIndex, Seal, reads
 from kvstore.index import names as id_sets
 from kvstore.index import redis as index_in_redis
@@ -168,9 +167,6 @@ class Scene:
         answer = await self.ledger.book(ENTRY)
         return answer.refused_by, answer.used
 
-    async def diagnosis(self) -> object:
-        return [each.worker.info.id for each in await doctor._leases(self.connection)]
-
     async def acquired(self) -> object:
         """The worker's next epoch, which its successor gets: claim and highest epoch are read."""
         epoch = await self.worker.acquire("other")
@@ -212,7 +208,7 @@ FALSE_LEASE = (
 FALSE_EVENT = (
     "redis.call('XADD', k, '*', 'w', 'good', 'e', '5', 'q', '9', 'o', '+', 'n', '1', 'k', string.rep('x', {}))"
 )
-WORKERS = (Scene.listed, Scene.owner, Scene.mirrored, Scene.diagnosis)
+WORKERS = (Scene.listed, Scene.owner, Scene.mirrored)
 
 NOTHING_SEALED: tuple[object, ...] = ((1, set()), {})
 """Prompts are computed until the worker has published its set anew."""

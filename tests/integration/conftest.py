@@ -83,7 +83,7 @@ def arithmetic_cluster(
             cluster = stack.enter_context(
                 running_cluster(
                     "--prefill", "2", "--decode", "2",
-                    engine_runner="arithmetic", engine_num_blocks="512", router_mode="disaggregated",
+                    testing_arithmetic="true", engine_num_blocks="512", router_mode="disaggregated",
                     telemetry_otlp_endpoint=trace_receiver[1],
                 )
             )  # fmt: skip

@@ -25,7 +25,7 @@ import uvloop
 from baton.cluster import Role
 from baton.config import Config, RouterConfig, SloClassConfig, TransferConfig
 from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
-from engine.model.arithmetic import ArithmeticRunner, expected_tokens
+from engine.testing import ArithmeticRunner, expected_tokens
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.test_explain import explain
 from tests.support.asking import prompt_of

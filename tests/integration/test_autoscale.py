@@ -14,7 +14,7 @@ pytestmark = pytest.mark.chaos
 
 # All that takes minutes in earnest, in seconds. A prompt of the load takes 0.2 s of a worker.
 AUTOSCALE = SETTINGS | {
-    "engine_max_num_seqs": "16", "engine_arithmetic_token_ms": "1",
+    "engine_max_num_seqs": "16", "testing_token_ms": "1",
     "autoscale_enabled": "true", "autoscale_max_workers": "3", "autoscale_window_s": "1", "autoscale_cool_down_s": "2",
     "autoscale_scale_in_s": "4", "index_renew_s": "0.3", "index_poll_s": "0.3",
 }  # fmt: skip

@@ -28,7 +28,7 @@ def cluster(model_dir: Path) -> Iterator[Cluster]:
     """Two workers a pool, and room for few requests."""
     with running_cluster(
         "--prefill", "2", "--decode", "2",
-        engine_runner="arithmetic", engine_num_blocks="1024", router_max_in_flight=str(NUM_ROOM),
+        testing_arithmetic="true", engine_num_blocks="1024", router_max_in_flight=str(NUM_ROOM),
     ) as cluster:  # fmt: skip
         yield cluster
 

@@ -143,6 +143,3 @@ def test_what_does_not_suit_is_refused_at_start(tmp_path: Path) -> None:
     )
     (other / "config.json").write_text("{}")
     assert str(refused(target, other)).startswith(f"engine.draft_model {other}: ")
-    assert "engine.draft_kv_cache_gib and engine.draft_model are not supported by engine.runner=" in str(
-        refused(target, target, runner="arithmetic", num_blocks=8)
-    )

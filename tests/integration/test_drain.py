@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from baton.cluster import Role
-from baton.config import Config, EngineConfig, IndexConfig, RouterConfig, TransferConfig
+from baton.config import Config, IndexConfig, RouterConfig, TestingConfig, TransferConfig
 from baton.v1 import worker_pb2
 from deploy.processes import tied
 from tests.chaos.fleet import Fleet, running_fleet
@@ -101,8 +101,7 @@ class Workers:
     def __init__(self, fleet: Fleet, step_ms: float) -> None:
         self.fleet = fleet
         self.first: dict[Role, str] = {}
-        engine = replace(fleet.config.engine, arithmetic_step_ms=step_ms)
-        self._config = replace(fleet.config, engine=engine)
+        self._config = replace(fleet.config, testing=replace(fleet.config.testing, step_ms=step_ms))
 
     def add(self, *roles: Role) -> list[str]:
         """Starts one of each, and waits until they are ready. Returns their ids."""
@@ -257,7 +256,7 @@ def role_of(fleet: Fleet, worker_id: str) -> tuple[str, str]:
 def test_a_worker_that_waits_for_redis_to_join_ends_at_once(tmp_path: Path) -> None:
     """Nobody has sent it anything yet."""
     config = Config(
-        engine=EngineConfig(runner="arithmetic"), index=IndexConfig(redis_url=f"redis://127.0.0.1:{free_port()}")
+        testing=TestingConfig(arithmetic=True), index=IndexConfig(redis_url=f"redis://127.0.0.1:{free_port()}")
     )
     log = tmp_path / "worker.log"
     with log.open("w") as output:

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.model.arithmetic import expected_tokens
+from engine.testing import expected_tokens
 from tests.integration.cluster import Cluster, Served
 from tests.integration.conftest import TraceReceiver
 from tests.integration.test_operator_errors import baton

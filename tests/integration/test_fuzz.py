@@ -31,7 +31,7 @@ import pytest
 
 from baton.cluster import Role
 from baton.config import RouterConfig, SloClassConfig, TransferConfig
-from engine.model.arithmetic import expected_tokens
+from engine.testing import expected_tokens
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Answer, request
 from tests.support.asking import prompt_of, sampling

@@ -44,10 +44,10 @@ class Injected:
         self._seeds = iter(range(50_000, 60_000))
         self._numbers = iter(range(10_000))
 
-    def add(self, role: Role, faults: str = "", **engine: Any) -> str:
+    def add(self, role: Role, *, num_blocks: int | None = None, **testing: Any) -> str:
         """A worker with settings of its own, ready."""
-        config = replace(self._base, engine=replace(self._base.engine, **engine))
-        self.fleet.config = replace(config, faults=replace(config.faults, spec=faults))
+        engine = self._base.engine if num_blocks is None else replace(self._base.engine, num_blocks=num_blocks)
+        self.fleet.config = replace(self._base, engine=engine, testing=replace(self._base.testing, **testing))
         worker_id = self.fleet.add(role)
         self.fleet.wait_for(worker_id)
         return worker_id
@@ -114,7 +114,7 @@ def own_workers(injected: Injected) -> Iterator[None]:
 
 def slow_queue(injected: Injected) -> list[Stream]:
     """Long prompts come first on the worker that computes them all."""
-    injected.add(Role.PREFILL, arithmetic_token_ms=1.0)
+    injected.add(Role.PREFILL, token_ms=1.0)
     injected.add(Role.DECODE)
     before = injected.at_once(3, 600, 2)
     time.sleep(0.3)
@@ -127,7 +127,7 @@ def slow_queue(injected: Injected) -> list[Stream]:
 def slow_admission(injected: Injected) -> list[Stream]:
     """One answer has the decode worker's blocks to itself for as long as it takes."""
     injected.add(Role.PREFILL)
-    injected.add(Role.DECODE, num_blocks=40, arithmetic_step_ms=20.0)
+    injected.add(Role.DECODE, num_blocks=40, step_ms=20.0)
     before = injected.ask(500, 100)
     wait_until(lambda: any(worker["running"] for worker in injected.fleet.client.status()["workers"]))
     late = injected.at_once(20, 100, 4, e2e_ms=700)
@@ -136,39 +136,39 @@ def slow_admission(injected: Injected) -> list[Stream]:
 
 
 def slow_prefill(injected: Injected) -> list[Stream]:
-    injected.add(Role.PREFILL, arithmetic_token_ms=2.0)
+    injected.add(Role.PREFILL, token_ms=2.0)
     injected.add(Role.DECODE)
     return injected.one_by_one(12, 300, 3, ttft_ms=500)
 
 
 def slow_transfer(injected: Injected) -> list[Stream]:
-    injected.add(Role.PREFILL, "link_delay_ms=120")
-    injected.add(Role.DECODE, "link_delay_ms=120")
+    injected.add(Role.PREFILL, faults="link_delay_ms=120")
+    injected.add(Role.DECODE, faults="link_delay_ms=120")
     return injected.one_by_one(12, 100, 8, itl_ms=12)
 
 
 def slow_decode(injected: Injected) -> list[Stream]:
     injected.add(Role.PREFILL)
-    injected.add(Role.DECODE, arithmetic_step_ms=30.0)
+    injected.add(Role.DECODE, step_ms=30.0)
     return injected.at_once(24, 40, 12, itl_ms=15)
 
 
 def lost_decode(injected: Injected) -> list[Stream]:
     """The decode worker dies in the middle, and another one comes."""
     injected.add(Role.PREFILL)
-    first = injected.add(Role.DECODE, arithmetic_step_ms=10.0)
+    first = injected.add(Role.DECODE, step_ms=10.0)
     streams = injected.at_once(16, 40, 60, itl_ms=25)
     wait_until(lambda: all(len(asked.tokens) >= 10 for asked in streams), every_s=0.01)
     injected.fleet.remove(first, signal.SIGKILL)
     time.sleep(1.5)
-    injected.add(Role.DECODE, arithmetic_step_ms=10.0)
+    injected.add(Role.DECODE, step_ms=10.0)
     return streams
 
 
 def lost_prefill(injected: Injected) -> list[Stream]:
     """The worker with the prompts dies before any of them is computed; another one is there."""
     injected.add(Role.DECODE)
-    first = injected.add(Role.PREFILL, arithmetic_token_ms=20.0)
+    first = injected.add(Role.PREFILL, token_ms=20.0)
     streams = injected.at_once(8, 100, 3, e2e_ms=500)
     time.sleep(0.3)
     injected.add(Role.PREFILL)
@@ -222,7 +222,7 @@ def test_where_workers_do_both_a_lack_of_blocks_is_not_called_a_queue(model_dir:
     with running_fleet(TransferConfig(), RouterConfig(mode="aggregated", worker_wait_s=20.0)) as fleet:
         fleet.wait_for()
         injected = Injected(fleet)
-        injected.add(Role.DECODE, num_blocks=40, arithmetic_step_ms=20.0)
+        injected.add(Role.DECODE, num_blocks=40, step_ms=20.0)
         before = injected.ask(500, 100)
         wait_until(lambda: any(worker["running"] for worker in fleet.client.status()["workers"]))
         late = injected.at_once(20, 100, 4, e2e_ms=700)
@@ -307,7 +307,7 @@ def test_log_lines_name_the_trace_of_their_request(
 
 def test_http_takes_an_objective_for_the_whole_answer_and_tells_where_the_time_went(injected: Injected) -> None:
     injected.add(Role.PREFILL)
-    injected.add(Role.DECODE, arithmetic_step_ms=20.0)
+    injected.add(Role.DECODE, step_ms=20.0)
     address = f"http://{injected.fleet.routers[0].http}"
     misses = injected.misses()
     body = {"prompt": prompt_of(7, 40), "max_tokens": 10, "ignore_eos": True, "slo": {"e2e_ms": 50}}

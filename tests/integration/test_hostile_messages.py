@@ -28,7 +28,7 @@ from opentelemetry.context import Context
 from baton import wire
 from baton.blocks import block_keys
 from baton.cluster import Role, Worker, WorkerLoad, WorkerState
-from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig, TransferConfig
+from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig, TestingConfig, TransferConfig
 from baton.errors import BatonError, TransferCorrupted
 from baton.messages import (
     Abort,
@@ -62,7 +62,7 @@ from baton.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from engine.core.outputs import Reserved
 from engine.core.sequence import Purpose
-from engine.model.arithmetic import ArithmeticRunner, expected_tokens
+from engine.testing import ArithmeticRunner, expected_tokens
 from kvstore.transfer.connection.reservations import Expected
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.transport.shm import host_id
@@ -179,7 +179,8 @@ def at(member: Member) -> Worker:
 async def started(redis_url: str) -> AsyncIterator[Cluster]:
     config = Config(
         cluster=ClusterConfig(secret=secret_file()),
-        engine=EngineConfig(runner="arithmetic", max_num_seqs=32),
+        engine=EngineConfig(max_num_seqs=32),
+        testing=TestingConfig(arithmetic=True),
         index=IndexConfig(redis_url=redis_url),
         transfer=TransferConfig(
             slot_bytes=4096, open_timeout_s=0.5, op_timeout_s=0.5, pull_timeout_s=0.5, ping_s=0.2, resend_s=0.2,

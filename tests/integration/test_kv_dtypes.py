@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import EngineConfig, ModelConfig, TransferConfig, load
+from baton.config import EngineConfig, ModelConfig, TestingConfig, TransferConfig, load
 from baton.errors import ConfigError, ModelLoadError
 from baton.memory import GIB
 from deploy.models import cache_dir
@@ -24,6 +24,7 @@ from engine.model.transformers_runner import TransformersRunner
 from engine.native import build
 from engine.native.runner import NativeRunner
 from engine.runners import make_runner
+from engine.testing import arithmetic_runner
 from kvstore.transfer.protocol.layout import layout_of, mismatch
 from tests.integration.test_engine_models import (
     ENGINE,
@@ -261,8 +262,8 @@ def test_pages_that_a_runner_does_not_have_are_refused_by_name(uneven: Path) -> 
     model, cache = ModelConfig(path=str(uneven), device="cpu"), cache_dir(load().cluster)
     with pytest.raises(ConfigError, match=r"engine\.kv_dtype int8 needs the native step"):
         make_runner(model, with_pages("int8", runner="transformers"), cache)
-    with pytest.raises(ConfigError, match=r"engine\.kv_dtype is not supported by engine\.runner=arithmetic; unset it"):
-        make_runner(model, with_pages("bfloat16", runner="arithmetic"), cache)
+    with pytest.raises(ConfigError, match=r"engine\.kv_dtype is not supported by testing\.arithmetic; unset it"):
+        arithmetic_runner(model, with_pages("bfloat16"), TestingConfig(arithmetic=True))
     with pytest.raises(ConfigError, match=r"engine\.kv_dtype int8 needs the native step"):
         make_runner(replace(model, dtype="bfloat16"), with_pages("int8"), cache)
     with pytest.raises(ConfigError, match=r"engine\.kv_dtype is fp8, which the native step does not support"):
@@ -272,16 +273,15 @@ def test_pages_that_a_runner_does_not_have_are_refused_by_name(uneven: Path) -> 
 
 def test_flashinfer_is_refused_by_name_where_there_is_no_gpu(uneven: Path) -> None:
     model, cache = ModelConfig(path=str(uneven), device="cpu"), cache_dir(load().cluster)
-    for runner, words in (
-        ("native", r"engine\.attention is flashinfer, which the native step does not support"),
-        ("arithmetic", r"engine\.attention is not supported by engine\.runner=arithmetic; unset it"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            make_runner(model, EngineConfig(runner=runner, attention="flashinfer"), cache)
+    engine = EngineConfig(attention="flashinfer")
+    with pytest.raises(ConfigError, match=r"engine\.attention is flashinfer, which the native step does not support"):
+        make_runner(model, replace(engine, runner="native"), cache)
+    with pytest.raises(ConfigError, match=r"engine\.attention is not supported by testing\.arithmetic; unset it"):
+        arithmetic_runner(model, engine, TestingConfig(arithmetic=True))
     with pytest.raises(
         ModelLoadError, match=r"engine\.attention flashinfer is not available: the device is no NVIDIA GPU"
     ):
-        make_runner(model, EngineConfig(attention="flashinfer"), cache)
+        make_runner(model, engine, cache)
 
 
 def test_weights_of_8_bit_floats_are_refused_by_name_where_no_gpu_multiplies_them(uneven: Path) -> None:
@@ -290,10 +290,11 @@ def test_weights_of_8_bit_floats_are_refused_by_name_where_no_gpu_multiplies_the
         ("auto", "needs an NVIDIA GPU with compute capability 8.9 or more, and this model is on a CPU"),
         ("transformers", "this model is on a CPU; set it to exact"),
         ("native", "model.weights is fp8, which the native step does not support"),
-        ("arithmetic", "model.weights fp8 needs transformers on a GPU: engine.runner is arithmetic"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             make_runner(model, replace(ENGINE, runner=runner), cache)
+    with pytest.raises(ConfigError, match=r"weights fp8 needs transformers on a GPU: testing\.arithmetic is set"):
+        arithmetic_runner(model, EngineConfig(), TestingConfig(arithmetic=True))
 
 
 def test_int8_pages_travel_as_they_are_or_not_at_all(uneven: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
-from engine.model.arithmetic import expected_tokens
+from engine.testing import expected_tokens
 from tests.chaos.fleet import running_fleet
 from tests.integration.cluster import Served
 from tests.support.asking import metric, prompt_of, sampling

@@ -12,7 +12,7 @@ from tests.bench.overload import TTFT_S, measure
 
 pytestmark = pytest.mark.clock
 
-SLOW = {"engine_runner": "arithmetic", "engine_arithmetic_token_ms": "2", "engine_arithmetic_step_ms": "10"}
+SLOW = {"testing_arithmetic": "true", "testing_token_ms": "2", "testing_step_ms": "10"}
 
 
 def test_twice_the_load_costs_nobody_what_it_has() -> None:

@@ -25,10 +25,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from baton import wire
 from baton.cluster import Role
-from baton.config import FaultsConfig, RouterConfig, TransferConfig
+from baton.config import RouterConfig, TransferConfig
 from baton.errors import BatonError
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from engine.model.arithmetic import expected_tokens
+from engine.testing import expected_tokens
 from kvstore.index import RedisConnection
 from kvstore.leases import RedisLeases
 from tests.chaos.fleet import Fleet, running_fleet
@@ -484,7 +484,7 @@ def test_spoiled_blocks_are_a_wrong_answer_or_with_checksums_an_error(spoiling_f
     fleet, prompt = spoiling_fleet, prompt_of(900, 100)
 
     def workers(transfer: TransferConfig) -> Served:
-        config = replace(fleet.config, transfer=transfer, faults=FaultsConfig(spec=f"{fault}=1"))
+        config = replace(fleet.config, transfer=transfer, testing=replace(fleet.config.testing, faults=f"{fault}=1"))
         fleet.wait_for(*[fleet.add(role, config=config) for role in Role])
         return fleet.routers[0]
 
@@ -503,7 +503,9 @@ def test_spoiled_blocks_are_detected_and_recomputed(spoiling_fleet: Fleet) -> No
     has the same with a real model.
     """
     fleet = spoiling_fleet
-    config = replace(fleet.config, faults=FaultsConfig(spec="corrupt_chunk=17,drop_chunk=23,swap_blocks=29"))
+    config = replace(
+        fleet.config, testing=replace(fleet.config.testing, faults="corrupt_chunk=17,drop_chunk=23,swap_blocks=29")
+    )
     fleet.wait_for(*[fleet.add(role, config=config) for role in Role])
     cluster, prompts = fleet.routers[0], [prompt_of(1000 + i, 30 + i) for i in range(32)]
     answers = [cluster.generate(token_ids=prompt, sampling=sampling(20)) for prompt in prompts]

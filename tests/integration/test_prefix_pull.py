@@ -15,7 +15,7 @@ import pytest
 
 from baton.cluster import Role
 from baton.config import RouterConfig, SloClassConfig, TransferConfig
-from engine.model.arithmetic import expected_tokens
+from engine.testing import expected_tokens
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Answer, Cluster, Served, request
 from tests.integration.test_real_model import Reference, greedy, num_excepted
@@ -70,7 +70,7 @@ class Conversation:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with running_fleet(PATIENT, SPLIT, num_blocks=NUM_BLOCKS, lease_s=LEASE_S, arithmetic_token_ms=TOKEN_MS) as fleet:
+    with running_fleet(PATIENT, SPLIT, num_blocks=NUM_BLOCKS, lease_s=LEASE_S, token_ms=TOKEN_MS) as fleet:
         fleet.fill(Role.PREFILL, Role.DECODE, Role.DECODE)  # of two who compute, either may seem the quicker one
         yield fleet
 
@@ -105,9 +105,7 @@ def test_the_source_dies_just_before_the_next_turn(fleet: Fleet) -> None:
 
 def test_left_to_itself_the_next_turn_goes_where_the_conversation_is() -> None:
     """Split or not: it is computed where the most of it is, or what is missing there comes over."""
-    with running_fleet(
-        PATIENT, RouterConfig(), num_blocks=NUM_BLOCKS, lease_s=LEASE_S, arithmetic_token_ms=TOKEN_MS
-    ) as fleet:
+    with running_fleet(PATIENT, RouterConfig(), num_blocks=NUM_BLOCKS, lease_s=LEASE_S, token_ms=TOKEN_MS) as fleet:
         cluster = fleet.fill(*TWO_EACH)
         for seed in (120, 140, 160):
             conversation = Conversation(seed)

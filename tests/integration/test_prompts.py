@@ -13,7 +13,7 @@ import pytest
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from baton.v1 import inference_pb2
-from engine.model.arithmetic import expected_tokens
+from engine.testing import expected_tokens
 from tests.chaos.fleet import running_fleet
 from tests.integration.cluster import Answer, Served, request
 from tests.support.asking import prompt_of, sampling

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
-from engine.model.arithmetic import expected_tokens
+from engine.testing import expected_tokens
 from tests.chaos.fleet import RouterProcess, running_fleet
 from tests.integration.cluster import request
 from tests.support.waiting import wait_until

@@ -154,7 +154,7 @@ def test_spoiled_blocks_change_the_answer_when_nobody_checks(
 ) -> None:
     """Proof that the comparison above sees one wrong block: the same faults, with checksums off."""
     chosen = [prompt for prompt in prompts if 30 <= len(prompt) <= 40]
-    with running_cluster(router_mode="disaggregated", transfer_checksum="off", faults=fault) as cluster:
+    with running_cluster(router_mode="disaggregated", transfer_checksum="off", testing_faults=fault) as cluster:
         answers = [greedy(cluster, prompt).token_ids for prompt in chosen]
     assert any(
         got != want
@@ -168,7 +168,7 @@ def spoiling_cluster(model_dir: Path) -> Iterator[Cluster]:
     faults = "corrupt_chunk=17,drop_chunk=23,swap_blocks=29"
     # While another is decoded there, nothing is computed on the decode worker that a KV transfer could bring.
     split_if_possible = json.dumps({"default": {"interference_weight": 1e12}})
-    with running_cluster(faults=faults, router_slo_classes=split_if_possible) as cluster:
+    with running_cluster(testing_faults=faults, router_slo_classes=split_if_possible) as cluster:
         yield cluster
 
 

@@ -19,7 +19,7 @@ from baton.trust import KeyFile, KeyRing, Principal, draw_secret, load_keys, wri
 from baton.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.cli.app import app
 from deploy.operator.client import Client
-from engine.model.arithmetic import expected_tokens
+from engine.testing import expected_tokens
 from tests.integration.cluster import Cluster, running_cluster
 from tests.support.asking import prompt_of, sampling
 from tests.support.load import Clients, Requests, Stream
@@ -33,8 +33,8 @@ NUM_CLIENTS = 8
 NUM_TOKENS = 60
 # Fewer sequences at a time than there are clients: one worker a pool is too few.
 SETTINGS = {
-    "engine_runner": "arithmetic", "engine_num_blocks": "512", "engine_max_num_seqs": "4",
-    "engine_arithmetic_step_ms": "10",
+    "testing_arithmetic": "true", "engine_num_blocks": "512", "engine_max_num_seqs": "4",
+    "testing_step_ms": "10",
 }  # fmt: skip
 Status = dict[str, Any]
 

@@ -63,7 +63,7 @@ def planted(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             cluster = stack.enter_context(
                 running_cluster(
                     "--prefill", "1", "--decode", "1",
-                    engine_runner="arithmetic", engine_num_blocks="512", telemetry_port=str(metrics_port),
+                    testing_arithmetic="true", engine_num_blocks="512", telemetry_port=str(metrics_port),
                     index_redis_url=store.url.replace("//", f"//:{PLANTED['index.redis_url']}@"),
                     router_cache_secret=PLANTED["router.cache_secret"], router_tenants_file=str(tenants),
                     api_key=PLANTED["operator's key"],
@@ -136,7 +136,7 @@ def test_ray_records_no_secret(planted: Planted) -> None:
         pieces = list(records(gcs))
     except PermissionError:
         pytest.skip("needs a kernel that lets a parent read its children's memory")
-    assert any(b'"runner": "arithmetic"' in piece for piece in pieces), "the control: workers' settings are there"
+    assert any(b'"arithmetic": true' in piece for piece in pieces), "the control: workers' settings are there"
     assert set().union(*map(found_in, pieces)) == set()
     (raylet, *_) = running(planted.cluster.processes(), "raylet/raylet")
     session = re.search(r"/[^\s=]+/session_[^/\s]+", " ".join(command_line(raylet)))

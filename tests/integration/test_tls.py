@@ -22,7 +22,7 @@ from baton.config import ClusterConfig, RouterConfig, TransferConfig
 from baton.tls import CertificateFiles, Tls
 from baton.v1 import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.operator.client import opened
-from engine.model.arithmetic import expected_tokens
+from engine.testing import expected_tokens
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Answer, request
 from tests.integration.test_operator_errors import baton

@@ -27,9 +27,9 @@ pytestmark = [
 ]
 
 SETTINGS = (
-    "--set=config.engine.runner=arithmetic",
+    "--set=config.testing.arithmetic=true",
     "--set=config.engine.num_blocks=1024",
-    "--set=config.engine.arithmetic_step_ms=5",
+    "--set=config.testing.step_ms=5",
     "--set=worker.resources.requests.memory=1Gi",
 )
 STALL_S = 8.0

@@ -1,7 +1,7 @@
 """A real Prometheus scrapes a real cluster under load: every expression that is shipped has something to show.
 
 The cluster has all that a panel may be about: tenants and SLO classes, one of which nobody can keep; more load than it
-can serve in time; transfers that fail, as BATON_FAULTS makes them; a worker that leaves; a Redis that stands still,
+can serve in time; transfers that fail, as `testing.faults` makes them; a worker that leaves; a Redis that stands still,
 while workers forget what the index says they have; a lease that nobody can read; an autoscaler that tells what it would
 do.
 """
@@ -57,12 +57,12 @@ SLO_CLASSES = {
 }
 CLIENTS = {"flood": 14, "small": 3, "hurried": 1}
 SETTINGS = {
-    "engine_runner": "arithmetic", "engine_arithmetic_token_ms": "2", "engine_num_blocks": "512",
+    "testing_arithmetic": "true", "testing_token_ms": "2", "engine_num_blocks": "512",
     "router_slo_classes": json.dumps(SLO_CLASSES),
     "autoscale_enabled": "true", "autoscale_dry_run": "true", "autoscale_window_s": "1",
     "router_moderation": "tests.support.judges:judge", "router_moderation_tokens": "8",
     "router_mode": "disaggregated", "index_renew_s": "0.5", "index_poll_s": "0.5",
-    "faults": "corrupt_chunk=12",
+    "testing_faults": "corrupt_chunk=12",
 }  # fmt: skip
 SYSTEM_PROMPT = prompt_of(1, 32)
 NUM_FLOOD = 8

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Self
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from engine.model.arithmetic import expected_tokens
+from engine.testing import expected_tokens
 from tests.support.asking import sampling
 
 Requests = Generator[Callable[[], object]]

@@ -12,7 +12,7 @@ import pytest
 
 from baton.cluster import Role
 from baton.v1 import inference_pb2
-from engine.model.arithmetic import expected_tokens
+from engine.testing import expected_tokens
 from tests.support import builders
 from tests.support.load import Clients, Requests, Stream
 from tests.support.spoiling import spoiled_json

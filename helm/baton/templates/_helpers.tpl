@@ -425,7 +425,7 @@ karpenter.sh/do-not-disrupt: "true"
 
 {{/* What a worker reads. When only another section changes, workers need not restart. */}}
 {{- define "baton.workerConfigChecksum" -}}
-{{- printf "%s%s" (pick .Values.config "model" "engine" "transfer" "index" "telemetry" "faults" | toJson) (include "baton.tlsSecretName" .) | sha256sum }}
+{{- printf "%s%s" (pick .Values.config "model" "engine" "transfer" "index" "telemetry" "testing" | toJson) (include "baton.tlsSecretName" .) | sha256sum }}
 {{- end }}
 
 {{/* What the controller reads, and hands to workers. */}}

@@ -42,7 +42,6 @@ from kvstore.transfer.pipeline.thread import TransportThread
 from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferFailed
 from kvstore.transfer.protocol.send_state import Granted, SendInstruction, SendState, Unpin
 from kvstore.transfer.transport.base import SendingTransport
-from kvstore.transfer.transport.faults import FaultInjector, FaultyTransport
 from kvstore.transfer.transport.select import LocalRank, open_sender, slot_bytes
 
 if TYPE_CHECKING:
@@ -352,9 +351,7 @@ class OutgoingConnection:
             chosen, offered = f"a {welcome.transport!r} transport", ", ".join(self._hello.transports)
             raise TransferRefused(f"worker {peer.worker_id} chose {chosen}, this worker offered {offered}")
         self.transport_kind = welcome.transport
-        spoiler = FaultInjector(self._local.faults, self._local.gpu) if self._local.faults.on_payload else None
-        heartbeat_s = self._config.op_timeout_s / 4
-        self._send_loop = SendLoop(welcome.pair_epoch, self._machine, heartbeat_s, spoiler)
+        self._send_loop = SendLoop(welcome.pair_epoch, self._machine, heartbeat_s=self._config.op_timeout_s / 4)
         self._thread = TransportThread(
             f"kv-send-{peer.worker_id}",
             partial(self._open_transport, welcome.transport),
@@ -365,8 +362,12 @@ class OutgoingConnection:
 
     def _open_transport(self, kind: str) -> SendingTransport:
         end = self._local.end(kind, self._stream.rendezvous, self._config, host_of(self.peer.address))
-        transport, faults = open_sender(kind, end), self._local.faults
-        return FaultyTransport(transport, faults, gpu=self._local.gpu) if faults.on_transport else transport
+        transport = open_sender(kind, end)
+        if not self._local.testing.faults:
+            return transport
+        from kvstore.transfer.testing import faulty  # only tests need it
+
+        return faulty(transport, self._local.testing, self._local.gpu)
 
     def _on_transport(self, error: TransferError | None) -> None:
         if error is None:

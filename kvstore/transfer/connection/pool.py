@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from baton.config import TransferConfig
     from baton.messages import Hello
     from kvstore.transfer.local_worker import LocalWorker
-    from kvstore.transfer.transport.faults import Faults
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class ConnectionPool:
         hello: the first message of each connection, except for the ranks.
     """
 
-    def __init__(self, worker: LocalWorker, hello: Hello, config: TransferConfig, faults: Faults) -> None:
+    def __init__(self, worker: LocalWorker, hello: Hello, config: TransferConfig) -> None:
         self.staging = StagingPools(config)
         self._hello = hello
         self._tls = worker.tls
@@ -97,7 +96,7 @@ class ConnectionPool:
                 staging=self.staging,
                 keys=worker.keys,
                 is_sealed=worker.tls is not None,
-                faults=faults,
+                testing=worker.testing,
             )
             for device in worker.devices
         )

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from kvstore.transfer.protocol.plan import Chunk, TransferPlan
     from kvstore.transfer.protocol.send_state import SendInstruction, SendState
     from kvstore.transfer.transport.base import SendingTransport
-    from kvstore.transfer.transport.faults import FaultInjector
     from kvstore.transfer.transport.staging import Slot
 
 
@@ -220,7 +219,6 @@ class SendLoop:
 
     Args:
         epoch: the connection's epoch, which every header carries.
-        faults: corrupts payloads in tests.
         heartbeat_s: longest pause between two messages.
     """
 
@@ -229,11 +227,9 @@ class SendLoop:
         epoch: int,
         machine: DrivenMachine[SendState, SendInstruction],
         heartbeat_s: float,
-        faults: FaultInjector | None = None,
     ) -> None:
         self._epoch = epoch
         self._machine = machine
-        self._faults = faults
         self._heartbeat_s = heartbeat_s
         self._changed = threading.Condition()
         self._queues: deque[ChunkQueue] = deque()
@@ -338,8 +334,6 @@ class SendLoop:
         checksum = self._end_gather(due)
         if checksum is not None:
             header = queue.header(due.ready.seq, chunk, checksum, at)
-            if self._faults is not None:
-                self._faults.spoil(chunk, slot.payload(chunk.num_bytes))
         else:
             header = h.Header(h.VOID, *at, num_bytes=chunk.num_bytes)
         slot.write_header(header.pack())

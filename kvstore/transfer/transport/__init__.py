@@ -2,14 +2,12 @@
 
 `base` has the Protocols and `select` the table of transports: TCP, shared memory (of a host, or of its GPUs: `ipc`)
 and NCCL. `staging` owns the slots, `exports` the rings on a GPU, `streams` its streams, `packets` what says which
-slot of a ring has what; `rendezvous` exchanges what two ends must know, `seal` encrypts, `faults` breaks a transport on
-purpose for tests.
+slot of a ring has what; `rendezvous` exchanges what two ends must know, `seal` encrypts.
 """
 
 __all__ = [
     "base",
     "exports",
-    "faults",
     "ipc",
     "nccl",
     "nccl_counts",

@@ -24,7 +24,6 @@ from kvstore.transfer.transport.base import (
     TransportEnd,
     TransportKind,
 )
-from kvstore.transfer.transport.faults import Faults
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.shm import host_id
 from kvstore.transfer.transport.staging import StagingPool
@@ -32,7 +31,7 @@ from kvstore.transfer.transport.staging import StagingPool
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from baton.config import TransferConfig
+    from baton.config import TestingConfig, TransferConfig
     from baton.messages import Hello
     from baton.trust import KeyFile
     from kvstore.transfer.device import GpuDevice
@@ -44,7 +43,6 @@ KINDS: dict[str, TransportKind] = {
     "tcp": tcp.KIND,
 }
 
-NO_FAULTS = Faults()
 _WARM_BYTES = 2**20
 """Half of a current core's second-level cache."""
 
@@ -179,12 +177,11 @@ class LocalRank:
     device: torch.device
     """Device of the rank's cache."""
     staging: StagingPools
+    testing: TestingConfig
     keys: KeyFile | None = None
     """Keys that prove the worker's identity to a peer; None: the cluster has no secret."""
     is_sealed: bool = False
     """True if traffic that leaves this host must be encrypted."""
-    faults: Faults = NO_FAULTS
-    """Faults injected into its messages."""
 
     @property
     def gpu(self) -> GpuDevice | None:
@@ -202,7 +199,7 @@ class LocalRank:
             max_ring_bytes=config.gpu_rings_mib * 2**20,
             open_timeout_s=config.nccl_open_timeout_s if KINDS[kind].opens_slowly else config.open_timeout_s,
             op_timeout_s=config.op_timeout_s,
-            nccl_mode=config.nccl_mode,
+            nccl_mode=self.testing.nccl_mode,
             is_sealed=self.is_sealed,
         )
 

@@ -54,11 +54,12 @@ class Side:
     def get(self, key: str) -> bytes:
         return bytes(self._store.get(key))
 
-    def open(self, kind: str, name: str = "pair", **settings: Any) -> Any:
+    def open(self, kind: str, name: str = "pair", nccl_mode: str = "nonblocking-eager", **settings: Any) -> Any:
         """Opens this side's end; `name` keeps the keys of several apart."""
         limits = {"op_timeout_s": OP_TIMEOUT_S, "nccl_open_timeout_s": 40.0, "slot_bytes": SLOT_BYTES}
         config = transfer_config(**limits | settings)
-        local = LocalRank(host=HOST, device=self.device, staging=StagingPools(config))
+        testing: Any = SimpleNamespace(nccl_mode=nccl_mode)
+        local = LocalRank(host=HOST, device=self.device, staging=StagingPools(config), testing=testing)
         store: Any = PrefixStore(name, self._store)
         end = local.end(kind, store, config, HOST)
         return open_sender(kind, end) if self.sends else open_receiver(kind, end)

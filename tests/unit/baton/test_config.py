@@ -66,11 +66,13 @@ def another(name: str, value: Any) -> Any:
                 "max_num_batched_tokens": 528,
                 "plan_ahead": True,
             }
-            return (other | {"runner": "arithmetic", "speculation": "off"})[name]
+            return (other | {"runner": "transformers", "speculation": "off"})[name]
         case float() if name == "memory_share":
             return 0.5
         case float() | int() if name == "ping_s":  # must not exceed others
             return value + 1
+        case str() if name == "faults":
+            return "link_drop=0.5"
         case str():
             other = {
                 "full": "off",
@@ -150,14 +152,16 @@ def test_nothing_given_gives_the_defaults() -> None:
 def test_every_setting_can_come_from_the_environment_and_from_a_file(section: str, name: str, tmp_path: Path) -> None:
     default = getattr(getattr(Config(), section), name)
     wanted = another(name, default)
+    others = {"arithmetic": True} if name in ("step_ms", "token_ms") else {}  # a setting that it needs
     plain, text = wanted, str(wanted)
     if isinstance(wanted, tuple):
         text = ",".join(wanted)
     if isinstance(wanted, dict):
         plain = {key: dataclasses.asdict(item) for key, item in wanted.items()}
         text = json.dumps(plain)
-    from_environment = load(environ={f"BATON_{section}_{name}".upper(): text})
-    from_file = from_yaml(tmp_path, json.dumps({section: {name: plain}}))
+    environ = {f"BATON_{section}_{key}".upper(): str(value) for key, value in (others | {name: text}).items()}
+    from_environment = load(environ=environ)
+    from_file = from_yaml(tmp_path, json.dumps({section: others | {name: plain}}))
     assert from_environment == from_file
     got = getattr(getattr(from_file, section), name)
     assert got == wanted
@@ -245,7 +249,7 @@ def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str
         ("transfer: {transports: 5}", "transfer.transports must be a list, got 5"),
         ("transfer: {checksum: Full}", "transfer.checksum must be one of full, off; got 'Full'"),
         ("router: {mode: both}", "router.mode must be one of auto, disaggregated, aggregated; got 'both'"),
-        ("engine: {runner: vllm}", "engine.runner must be one of auto, native, transformers, arithmetic; got 'vllm'"),
+        ("engine: {runner: vllm}", "engine.runner must be one of auto, native, transformers; got 'vllm'"),
         ("engine: {block_size: 20}", "engine.block_size must be a multiple of 16, got 20"),
         ("engine: {block_size: 0}", "engine.block_size must be a multiple of 16, got 0"),
         ("engine: {max_num_seqs: 0}", "engine.max_num_seqs must be auto or at least 1, got 0"),
@@ -303,7 +307,7 @@ def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str
             "{cluster: {gpus_per_worker: 1}, engine: {tensor_parallel: 4}}",
             r"cluster.gpus_per_worker is 1 and engine.tensor_parallel 4: each rank has one GPU",
         ),
-        ("engine: {runner: arithmetic, tensor_parallel: 2}", "engine.runner arithmetic has one rank"),
+        ("{testing: {arithmetic: true}, engine: {tensor_parallel: 2}}", "testing.arithmetic has one rank"),
         (
             "engine: {batch_invariant: on, tensor_parallel: 2}",
             "engine.batch_invariant cannot be kept with engine.tensor_parallel 2",
@@ -425,3 +429,22 @@ def test_a_child_takes_its_parents_configuration_whole(monkeypatch: pytest.Monke
     assert process_config() == parent
     monkeypatch.delenv("BATON_CONFIG_JSON")
     assert process_config().engine.num_blocks == 5
+
+
+def test_settings_of_tests_are_taken_and_not_offered(tmp_path: Path) -> None:
+    assert from_yaml(tmp_path, "testing: {arithmetic: true, step_ms: 2}").testing.step_ms == 2
+    assert load(environ={"BATON_TESTING_FAULTS": "link_drop=.5"}).testing.faults == "link_drop=.5"
+    for text in ("nonsense: {}", "testin: {}"):
+        with pytest.raises(ConfigError) as caught:
+            from_yaml(tmp_path, text)
+        assert "testing" not in str(caught.value)
+    for variable in ("BATON_TESTING_FAULT", "BATON_X"):
+        with pytest.raises(ConfigError) as caught:
+            load(environ={variable: "1"})
+        assert "testing" not in str(caught.value).lower().replace(variable.lower(), "")
+
+
+@pytest.mark.parametrize("name", ["step_ms", "token_ms"])
+def test_only_the_arithmetic_model_sleeps(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"testing\.{name} needs testing\.arithmetic"):
+        load(environ={f"BATON_TESTING_{name}".upper(): "1"})

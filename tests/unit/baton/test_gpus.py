@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import EngineConfig, ModelConfig
+from baton.config import EngineConfig, ModelConfig, TestingConfig
 from baton.errors import ModelLoadError
 from baton.gpus import refuse_silent_cpu, sign_of_gpu
 from engine import runners
+from engine.testing import arithmetic_runner
 
 
 def test_device_files_and_the_tool_are_signs_of_a_gpu(tmp_path: Path) -> None:
@@ -58,4 +59,4 @@ def test_numbers_alone_need_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "nvidia-smi").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    runners.make_runner(ModelConfig(), EngineConfig(runner="arithmetic"), tmp_path)
+    arithmetic_runner(ModelConfig(), EngineConfig(), TestingConfig(arithmetic=True))

@@ -13,8 +13,8 @@ import torch
 from baton.blocks import num_blocks_for
 from engine.core.kv_spec import KVSpec, LayerGroup, PageOrder
 from engine.core.runner import BlockCopy, StepPart
-from engine.model.arithmetic import ArithmeticRunner, modulus
 from engine.model.kv_cache import torch_dtype
+from engine.testing import ArithmeticRunner, modulus
 
 OPAQUE_TOKENS = 48
 MASK = 0x5A5A5A5A

@@ -40,7 +40,7 @@ from engine.core.outputs import (
 )
 from engine.core.runner import StepInput, StepPart
 from engine.core.sequence import Purpose
-from engine.model.arithmetic import ArithmeticRunner
+from engine.testing import ArithmeticRunner
 
 PART_TOKENS = 24
 """Tokens of a prompt that are computed at a time: parts end within blocks."""

@@ -35,8 +35,8 @@ from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence
 from engine.core.serving import ServingEngine
 from engine.core.step_fit import StepFit, StepSize
-from engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from engine.model.kv_cache import KVCache
+from engine.testing import ArithmeticRunner, expected_tokens
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.protocol.layout import layout_of
 from kvstore.worker_context import WorkerContext

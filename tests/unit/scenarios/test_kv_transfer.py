@@ -16,7 +16,7 @@ from baton.cluster import Role
 from baton.errors import TransferError, TransferRefused
 from baton.v1 import kv_pb2_grpc
 from engine.core.sequence import Purpose
-from engine.model.arithmetic import ArithmeticRunner, expected_tokens
+from engine.testing import ArithmeticRunner, expected_tokens
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION

@@ -17,7 +17,7 @@ from baton.errors import DeviceLost, WorkerDraining
 from baton.rpc import RpcServer
 from baton.tasks import cancel_and_wait
 from engine.core.sequence import Purpose
-from engine.model.arithmetic import ArithmeticRunner
+from engine.testing import ArithmeticRunner
 from kvstore.index.memory import MemoryStore
 from kvstore.leases import MemoryLeases
 from kvstore.transfer.connection.control_stream import Peer

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,54 +16,58 @@ import pytest
 
 from baton import garbage
 from baton.cluster import Role
-from baton.config import OWN_SETTINGS, ClusterConfig, Config, EngineConfig, EveryEngineConfig, ModelConfig
+from baton.config import (
+    OWN_SETTINGS,
+    ClusterConfig,
+    Config,
+    EngineConfig,
+    EveryEngineConfig,
+    ModelConfig,
+    TestingConfig,
+)
 from baton.errors import BatonError, ConfigError
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from engine.core.runner import Runner
+from engine.testing import ArithmeticRunner
 from tests.unit.engine.scripted import ScriptedEngine
 from worker.process import build_runner, main, serve
+
+ARITHMETIC = TestingConfig(arithmetic=True)
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
+        ({"kv_cache_gib": 2.0}, r"engine\.kv_cache_gib is not supported by testing\.arithmetic; unset it"),
         (
-            {"runner": "arithmetic", "kv_cache_gib": 2.0},
-            r"engine\.kv_cache_gib is not supported by engine\.runner=arithmetic; unset it",
+            {"kv_dtype": "fp8", "kv_cache_gib": 2.0},
+            r"engine\.kv_cache_gib and engine\.kv_dtype are not supported by testing\.arithmetic; unset them",
         ),
         (
-            {"runner": "arithmetic", "kv_dtype": "fp8", "kv_cache_gib": 2.0},
-            r"engine\.kv_cache_gib and engine\.kv_dtype are not supported by engine\.runner=arithmetic; unset them",
-        ),
-        ({"arithmetic_step_ms": 1.0}, r"engine\.arithmetic_step_ms is not supported by engine\.runner=auto; unset it"),
-        (
-            {"runner": "transformers", "arithmetic_step_ms": 1.0},
-            r"engine\.arithmetic_step_ms is not supported by engine\.runner=transformers; unset it",
-        ),
-        (
-            {"runner": "native", "arithmetic_token_ms": 1.0},
-            r"engine\.arithmetic_token_ms is not supported by engine\.runner=native; unset it",
+            {"draft_model": "/drafts", "draft_kv_cache_gib": 1.0},
+            r"engine\.draft_kv_cache_gib and engine\.draft_model are not supported by testing\.arithmetic; unset them",
         ),
     ],
     ids=str,
 )
 def test_what_the_engine_does_not_know_is_refused_by_name_at_start(settings: dict[str, Any], sentence: str) -> None:
     """Before anything is loaded: there is no model here."""
-    with pytest.raises(ConfigError, match=f"^.*{sentence}$"):
-        build_runner(Config(engine=EngineConfig(**settings)))
+    with pytest.raises(ConfigError, match=f"^{sentence}$"):
+        build_runner(Config(engine=EngineConfig(**settings), testing=ARITHMETIC))
 
 
 def test_what_the_engine_knows_is_heeded() -> None:
-    engine = EngineConfig(
-        runner="arithmetic", block_size=32, num_blocks=8, max_waiting=3, num_threads=2, memory_share=0.5, kv_cache_gib=0
-    )
-    runner = build_runner(Config(engine=engine))
+    engine = EngineConfig(block_size=32, num_blocks=8, max_waiting=3, num_threads=2, memory_share=0.5, kv_cache_gib=0)
+    testing = replace(ARITHMETIC, step_ms=6.0, token_ms=2.0)
+    runner = build_runner(Config(engine=engine, testing=testing))
+    assert isinstance(runner, ArithmeticRunner)
     assert (runner.spec.block_size, runner.num_blocks) == (32, (8,))
+    assert (runner.layer_s, runner.token_s) == (0.003, 0.002)
 
 
 def test_weights_that_a_runner_does_not_make_are_refused_by_name() -> None:
-    config = Config(model=ModelConfig(weights="int8g"), engine=EngineConfig(runner="arithmetic"))
-    with pytest.raises(ConfigError, match=r"model\.weights int8g needs the native step: engine\.runner is arithmetic"):
+    config = Config(model=ModelConfig(weights="int8g"), testing=ARITHMETIC)
+    with pytest.raises(ConfigError, match=r"model\.weights int8g needs the native step: testing\.arithmetic is set"):
         build_runner(config)
 
 
@@ -74,10 +79,10 @@ OTHER_VALUES = {
 
 @pytest.mark.parametrize("name", sorted(OWN_SETTINGS | {"kv_cache_gib"}))
 def test_an_engine_of_another_make_says_what_it_does_not_know(name: str) -> None:
-    EngineConfig(block_size=32, num_blocks=8).refuse_unknown(ScriptedEngine.unknown_settings)
+    EngineConfig(block_size=32, num_blocks=8).refuse_unknown(ScriptedEngine.unknown_settings, "engine.runner")
     setting: dict[str, Any] = {name: OTHER_VALUES.get(name, 7)}
-    with pytest.raises(ConfigError, match=rf"engine\.{name} is not supported by engine\.runner=\w+; unset it"):
-        EngineConfig(**setting).refuse_unknown(ScriptedEngine.unknown_settings)
+    with pytest.raises(ConfigError, match=rf"engine\.{name} is not supported by engine\.runner; unset it"):
+        EngineConfig(**setting).refuse_unknown(ScriptedEngine.unknown_settings, "engine.runner")
 
 
 async def test_the_collector_is_told_of_what_is_loaded_before_anything_is_served(
@@ -91,7 +96,7 @@ async def test_the_collector_is_told_of_what_is_loaded_before_anything_is_served
     monkeypatch.setattr(garbage, "keep_what_is_loaded", tell)
     with pytest.raises(BatonError, match="told"):
         await serve(
-            Config(engine=EngineConfig(runner="arithmetic", block_size=32, num_blocks=8)), Role.DECODE, "d", "127.0.0.1"
+            Config(engine=EngineConfig(block_size=32, num_blocks=8), testing=ARITHMETIC), Role.DECODE, "d", "127.0.0.1"
         )
 
 
@@ -110,7 +115,7 @@ async def test_a_worker_whose_pairs_cannot_be_ended_drains_and_ends(monkeypatch:
         ended.cancel()
 
     monkeypatch.setattr("worker.process.running", running)
-    config = Config(engine=EngineConfig(runner="arithmetic", block_size=32, num_blocks=8))
+    config = Config(engine=EngineConfig(block_size=32, num_blocks=8), testing=ARITHMETIC)
     serving = asyncio.create_task(serve(config, Role.DECODE, "d", "127.0.0.1", output=Path("written")))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(drained.wait()), 0.5)
@@ -148,7 +153,7 @@ async def test_a_draft_model_is_loaded_whatever_the_role_is_at_first(
     role: Role, speculation: str, is_loaded: bool
 ) -> None:
     """A worker that computes prompts may be made to decode later."""
-    engine = EngineConfig(runner="arithmetic", draft_model="/drafts", speculation=speculation)
+    engine = EngineConfig(draft_model="/drafts", speculation=speculation)
 
     def build(config: Config) -> Runner:
         raise BatonError(config.engine.draft_model or "none")
@@ -164,7 +169,7 @@ async def test_a_worker_without_the_clusters_keys_ends_its_start_with_a_sentence
         raise BatonError("it would start")
 
     async def start(secret: str, host: str = "10.9.9.9") -> None:
-        config = Config(engine=EngineConfig(runner="arithmetic"), cluster=ClusterConfig(secret=secret))
+        config = Config(testing=ARITHMETIC, cluster=ClusterConfig(secret=secret))
         await serve(config, Role.DECODE, "w", host, fingerprint=fingerprint, build=build)
 
     own, other = str(tmp_path / "own"), str(tmp_path / "other")
@@ -195,4 +200,4 @@ def test_settings_are_every_engines_or_our_own() -> None:
     both = {each.name for each in dataclasses.fields(EngineConfig)}
     assert not every & OWN_SETTINGS
     assert every | OWN_SETTINGS == both
-    assert {"max_waiting", "output_reservation", "arithmetic_step_ms"} <= OWN_SETTINGS
+    assert {"max_waiting", "output_reservation"} <= OWN_SETTINGS

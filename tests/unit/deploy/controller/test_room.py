@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.cluster import Role
-from baton.config import Config, EngineConfig, ModelConfig
+from baton.config import Config, EngineConfig, ModelConfig, TestingConfig
 from baton.memory import GIB, PROCESS_BYTES
 from deploy.controller.room import bytes_per_worker, gpu_problem, memory_problem
 from deploy.ray_pools.gpus import NodeGpus
@@ -28,7 +29,7 @@ def test_a_worker_takes_its_weights_its_processes_and_its_pools(tmp_path: Path) 
     two = a_config(tmp_path, kv_cache_gib=2.0, tensor_parallel=2)
     assert bytes_per_worker(two) == 5 * GIB + 2 * PROCESS_BYTES
     assert bytes_per_worker(a_config(tmp_path)) == 0, "on a GPU"
-    assert bytes_per_worker(a_config(tmp_path, runner="arithmetic", kv_cache_gib=2.0)) == 0
+    assert bytes_per_worker(replace(a_config(tmp_path, kv_cache_gib=2.0), testing=TestingConfig(arithmetic=True))) == 0
 
 
 @pytest.mark.parametrize(

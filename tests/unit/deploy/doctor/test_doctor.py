@@ -10,13 +10,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.cluster import Computes, Role, Worker, WorkerLoad
 from baton.config import (
     ClusterConfig,
     Config,
@@ -35,7 +34,6 @@ from deploy.doctor.reach import Target, knock, reachability, wrongly_announced
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import CATALOGUE
 from deploy.models.seal import seal
-from tests.support import builders
 
 # -- this machine ------------------------------------------------------------------------------------------------------
 
@@ -308,15 +306,12 @@ def test_long_lists_are_cut() -> None:
     assert names(["c", "a", "b"], most=2) == "a, b and 1 more"
 
 
-# -- Redis and the leases in it ----------------------------------------------------------------------------------------
+# -- Redis -------------------------------------------------------------------------------------------------------------
 
 FACTS = redis.Facts(
     product="Redis",
     version="7.2.4",
     policy="noeviction",
-    evicted=0,
-    used_bytes=1,
-    limit_bytes=0,
     appends=False,
     saves="",
     round_trip_s=0.001,
@@ -325,7 +320,7 @@ FACTS = redis.Facts(
 
 
 def findings(**changed: Any) -> dict[str, Check]:
-    return {check.name: check for check in redis.server("redis://h:1/0", redis.Look(replace(FACTS, **changed), ()))}
+    return {check.name: check for check in redis.server("redis://h:1/0", replace(FACTS, **changed))}
 
 
 def test_a_redis_as_it_should_be_has_nothing_to_fix() -> None:
@@ -337,8 +332,6 @@ def test_a_redis_as_it_should_be_has_nothing_to_fix() -> None:
     [
         ({"version": "6.0.16"}, "redis version", "fail"),
         ({"policy": "allkeys-lru"}, "redis eviction", "fail"),
-        ({"evicted": 3}, "redis evicted keys", "warn"),
-        ({"used_bytes": 95, "limit_bytes": 100}, "redis memory", "warn"),
         ({"appends": True}, "redis persistence", "warn"),
         ({"saves": "3600 1"}, "redis persistence", "warn"),
         ({"round_trip_s": 0.02}, "redis round trip", "warn"),
@@ -359,54 +352,6 @@ def test_a_version_is_compared_by_numbers() -> None:
 
 def test_a_clock_is_not_blamed_for_the_network() -> None:
     assert findings(ahead_s=3.0, round_trip_s=3.0)["clock"].state == "ok"
-
-
-def worker(worker_id: str, role: Role = Role.DECODE, **info: Any) -> Worker:
-    values: dict[str, Any] = {"epoch": 1000, "wire_compat": "w" * 32, "block_size": 16, "max_model_len": 100} | info
-    return builders.worker(worker_id, role, WorkerLoad(), **values)
-
-
-def lease_findings(*workers: Worker, left_s: float = 9.0, ahead_s: float = 0.0) -> dict[str, Check]:
-    look = redis.Look(replace(FACTS, ahead_s=ahead_s), tuple(redis.FoundLease(each, left_s, "") for each in workers))
-    return {check.name: check for check in redis.leases(look, lease_s=10.0, now_s=lambda: 100.0)}
-
-
-def test_leases_in_order_have_nothing_to_fix() -> None:
-    found = lease_findings(worker("d0"), worker("p0", Role.PREFILL))
-    assert {check.state for check in found.values()} == {"ok"}
-    assert set(found) == {"leases", "clocks of the nodes", "kv compatibility"}
-    assert not lease_findings()
-
-
-def test_a_lease_that_is_renewed_late_is_told() -> None:
-    check = lease_findings(worker("d0"), left_s=4.0)["leases"]
-    assert (check.state, "d0 (decode): 4.0 s left" in check.found) == ("warn", True)
-
-
-def test_a_node_whose_clock_is_ahead_is_told_by_its_epochs() -> None:
-    fast = worker("d0", node="n7", epoch=130_000)
-    check = lease_findings(fast, worker("d1"))["clocks of the nodes"]
-    assert (check.state, check.found) == ("warn", "ahead: n7 by 30 s or more")
-    assert lease_findings(fast, ahead_s=29.0)["clocks of the nodes"].state == "ok", "our own clock is the one behind"
-
-
-def test_workers_that_refuse_each_others_kv_are_told() -> None:
-    check = lease_findings(worker("d0"), worker("p0", Role.PREFILL, wire_compat="x" * 32))["kv compatibility"]
-    assert (check.state, check.found) == ("fail", "2 kinds of KV: wwwwwwww: d0 (decode); xxxxxxxx: p0 (prefill)")
-
-
-def test_two_models_in_one_redis_are_told_and_are_no_incompatibility() -> None:
-    found = lease_findings(worker("d0"), worker("d1", content_id="e" * 32, wire_compat="x" * 32))
-    assert found["model of the workers"].state == "warn"
-    assert found["kv compatibility"].state == "ok"
-
-
-def test_workers_of_one_pool_that_differ_are_told_and_pools_may() -> None:
-    found = lease_findings(worker("d0"), worker("d1", block_size=32), worker("p0", Role.PREFILL, block_size=64))
-    assert found["block size in pool decode"].found == "16: d0; 32: d1"
-    assert not any("pool prefill" in name for name in found)
-    lengths = lease_findings(worker("d0"), worker("p0", Role.PREFILL, max_model_len=50))
-    assert lengths["context of the workers"].state == "warn"
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
@@ -495,53 +440,29 @@ def test_versions_that_differ_are_told() -> None:
     assert "does not report its version" in look().found
 
 
-def test_pools_controllers_mirrors_and_self_checks() -> None:
-    pools = {"decode": {"desired": 3, "ready": 2}, "prefill": {"desired": 1, "ready": 1}}
+def test_a_router_whose_index_is_behind_is_told() -> None:
     routers = [{"id": "r0", "mirror_lag_s": 0.1}, {"id": "r1", "mirror_lag_s": 7.0}]
-    sick = {"id": "d0", "role": "decode", "self_check": "2 blocks are in use and nobody's"}
-    seen = status(sick, pools=pools, routers=routers)
-    checks = {c.name: c for look in (cluster.pools, cluster.workers, cluster.mirrors) for c in look(seen)}
-    assert {name: c.state for name, c in checks.items()} == {
-        "pool decode": "warn",
-        "pool prefill": "ok",
-        "controller": "warn",
-        "d0 (decode)": "fail",
-        "prefix index": "warn",
-    }
-    assert checks["prefix index"].found == "behind: r1 by 7.0 s"
-
-
-def test_what_a_gpu_worker_has_fallen_back_to_is_told_with_the_reason() -> None:
-    """Each is a factor of two to ten, and nothing else shows it."""
-    slow = "attention is by torch: no compiler"
-    kinds = {"d0": ("kernels", []), "d1": ("torch", [slow, "KV is copied by torch: too old"]), "d2": ("torch", [slow])}
-    workers = [
-        {"id": name, "role": "decode", "computes": asdict(Computes(gpu="L4", dtype="bfloat16", attention=attention))}
-        for name, (attention, _) in kinds.items()
-    ]
-    for each, (_, fallbacks) in zip(workers, kinds.values(), strict=True):
-        each["computes"]["fallbacks"] = fallbacks  # type: ignore[index]
-    checks = list(cluster.computing(status(*workers)))
-    assert [(each.state, each.found) for each in checks] == [
-        ("warn", "attention is by torch: no compiler (d1 (decode), d2 (decode))"),
-        ("warn", "KV is copied by torch: too old (d1 (decode))"),
-    ]
-    assert all("docs/gpu.md" in each.fix for each in checks)
-    (well,) = cluster.computing(status(workers[0]))
-    assert well.state == "ok"
-    assert "L4, bfloat16, attention kernels" in well.found
-    older = {"id": "d3", "role": "decode"}
-    assert [each.state for each in cluster.computing(status(older))] == ["ok"]
-    assert not list(cluster.computing(status()))
+    (behind,) = cluster.mirrors(status(routers=routers))
+    assert (behind.state, behind.found) == ("warn", "behind: r1 by 7.0 s")
+    (current,) = cluster.mirrors(status(routers=routers[:1]))
+    assert current.state == "ok"
 
 
 def test_a_key_that_is_needed_or_wrong_is_told() -> None:
     refusal = json.dumps({"error": {"message": "an API key is needed"}}).encode()
-    assert cluster.key_check(200, b"{}", has_key=False) == Check("api key", "ok", "none is needed")
-    assert cluster.key_check(200, b"{}", has_key=True) == Check("api key", "ok", "yours is accepted")
-    needed, wrong = cluster.key_check(401, refusal, has_key=False), cluster.key_check(401, refusal, has_key=True)
+    assert cluster.key_check(200, b"{}", False, []) == Check("api key", "ok", "none is needed")
+    assert cluster.key_check(200, b"{}", True, ["10.0.0.1"]) == Check("api key", "ok", "yours is accepted")
+    needed, wrong = cluster.key_check(401, refusal, False, []), cluster.key_check(401, refusal, True, [])
     assert (needed.state, needed.found, wrong.state) == ("warn", "an API key is needed", "fail")
-    assert cluster.key_check(502, b"<html>", has_key=False).found == "HTTP status 502"
+    assert cluster.key_check(502, b"<html>", False, []).found == "HTTP status 502"
+
+
+def test_a_router_that_serves_everybody_where_others_can_reach_it_is_told() -> None:
+    check = cluster.key_check(200, b"{}", False, ["10.0.0.1"])
+    assert (check.state, check.found) == ("warn", "none is needed: 10.0.0.1 serves any client that can reach it")
+    assert "router.tenants_file" in check.fix
+    routers = [{"grpc": address} for address in ("10.0.0.1:50051", "[::1]:50051", "localhost:1", "[fd00::1]:8000")]
+    assert cluster._others(status(routers=routers)) == ["10.0.0.1", "fd00::1"]
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,15 @@ import grpc
 import pytest
 import torch
 
-from baton.config import AutoscaleConfig, ClusterConfig, Config, EngineConfig, ModelConfig, TransferConfig
+from baton.config import (
+    AutoscaleConfig,
+    ClusterConfig,
+    Config,
+    EngineConfig,
+    ModelConfig,
+    TestingConfig,
+    TransferConfig,
+)
 from baton.errors import ConfigError
 from baton.memory import GIB, weights_bytes
 from baton.rpc import RpcServer
@@ -114,7 +122,7 @@ def test_what_is_not_known_here_is_left_to_the_workers(tmp_path: Path, monkeypat
     machine_with(monkeypatch, free_gib=0.1, gpus_gib=[])
     for config in (
         a_config(tmp_path, cluster={"ray_address": "127.0.0.1:6379"}),
-        a_config(tmp_path, {"runner": "arithmetic"}),
+        replace(a_config(tmp_path), testing=TestingConfig(arithmetic=True)),
         a_config(tmp_path, {"num_blocks": 64}),
     ):
         assert preflight.with_kv_size(config) == config
@@ -181,7 +189,7 @@ def test_gpus_that_are_asked_for_and_are_not_there(
     with pytest.raises(ConfigError, match=f"model.device is cuda, GPUs found: .*{sentence}"):
         preflight.require_gpus(config)
     preflight.require_gpus(replace(config, cluster=ClusterConfig(ray_address="127.0.0.1:6379")))
-    preflight.require_gpus(replace(config, engine=EngineConfig(runner="arithmetic")))
+    preflight.require_gpus(replace(config, engine=EngineConfig(), testing=TestingConfig(arithmetic=True)))
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])

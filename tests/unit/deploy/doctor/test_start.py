@@ -58,7 +58,6 @@ def test_what_is_wrong_is_shown_beside_the_rest(tmp_path: Path) -> None:
         ({"weights": "int8g", "device": "cpu"}, {}, [1], ""),
         ({"weights": "fp8"}, {}, [1], ""),
         ({"weights": "fp8"}, {}, None, ""),
-        ({"weights": "fp8"}, {"runner": "arithmetic"}, [], ""),
     ],
 )
 def test_what_the_workers_would_refuse_after_a_minute(

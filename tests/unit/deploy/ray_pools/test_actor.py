@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig, TelemetryConfig, process_config
+from baton.config import ClusterConfig, Config, IndexConfig, TelemetryConfig, TestingConfig, process_config
 from baton.errors import ConfigError, WorkerFailed
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from deploy.ray_pools import actor
@@ -37,7 +37,7 @@ async def test_why_a_worker_does_not_start_is_in_its_container_s_log(
         write_private(tmp_path / name, draw_secret())
     fingerprint = KeyFile(tmp_path / "ours", Principal.CONTROLLER).keys.fingerprint
     config = Config(
-        engine=EngineConfig(runner="arithmetic"),
+        testing=TestingConfig(arithmetic=True),
         cluster=ClusterConfig(secret=str(tmp_path / "theirs")),
         telemetry=TelemetryConfig(log_format="json"),
     )

@@ -20,7 +20,7 @@ from engine.core.outputs import Generated, Output, Reserved
 from engine.core.runner import UNKNOWN_TOKEN, OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Status
-from engine.model.arithmetic import ArithmeticRunner, expected_tokens
+from engine.testing import ArithmeticRunner, expected_tokens
 from tests.support.guessing import FREE, Known, run
 from tests.unit.engine.core import test_drafting as drafting
 from tests.unit.engine.core.test_engine import (

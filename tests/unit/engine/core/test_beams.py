@@ -21,7 +21,7 @@ from engine.core.engine import Engine
 from engine.core.outputs import Admitted, Generated, Output, Preempted, Refused, Reserved
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence, Status
-from engine.model.arithmetic import ArithmeticRunner, logits_of, modulus
+from engine.testing import ArithmeticRunner, logits_of, modulus
 from tests.support.builders import sequence_spec
 from worker.calls import require_servable
 

@@ -22,7 +22,7 @@ from engine.core.runner import UNKNOWN_TOKEN, OnLayerDone, StepInput, StepOutput
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
 from engine.core.step_fit import StepSize
-from engine.model.arithmetic import ArithmeticRunner
+from engine.testing import ArithmeticRunner
 from tests.support.builders import sequence_spec, step_costs
 from tests.support.guessing import FREE, run
 from tests.unit.engine.core.test_drafting import SAMPLING, VOCAB_SIZE, numbers_of, sampling_of

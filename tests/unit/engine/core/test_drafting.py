@@ -23,7 +23,7 @@ from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
 from engine.core.step_fit import StepFit, StepSize
-from engine.model.arithmetic import ArithmeticRunner, expected_tokens
+from engine.testing import ArithmeticRunner, expected_tokens
 from router.answer.writer import AnswerWriter, Piece
 from router.prompt import Tokenizer
 from tests.support.builders import sequence_spec, step_costs

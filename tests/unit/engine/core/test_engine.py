@@ -27,8 +27,8 @@ from engine.core.runner import StepInput, StepOutput
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence, Status
 from engine.core.step_fit import StepSize
-from engine.model.arithmetic import ArithmeticRunner, expected_tokens, modulus
 from engine.model.kv_cache import KVCache
+from engine.testing import ArithmeticRunner, expected_tokens, modulus
 from tests.support.builders import sequence_spec, step_costs
 
 BLOCK = 16

@@ -12,7 +12,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.engine import Engine
 from engine.core.runner import BlockCopy
 from engine.core.sequence import Purpose, Sequence, Status
-from engine.model.arithmetic import expected_tokens
+from engine.testing import expected_tokens
 from tests.unit.engine.core.test_engine import (
     drain,
     generated,

@@ -20,7 +20,7 @@ from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
 from engine.core.step_threads import LIMIT_PARTS, ends_within
-from engine.model.arithmetic import ArithmeticRunner, expected_tokens
+from engine.testing import ArithmeticRunner, expected_tokens
 from tests.support.builders import step_costs
 from tests.unit.engine.core.test_engine import make_spec, numbers
 from tests.unit.engine.core.test_loop import GatedRunner, read_all, running

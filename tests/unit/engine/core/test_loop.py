@@ -25,7 +25,7 @@ from engine.core.outputs import Admitted, Generated, KvProgress, Reserved
 from engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence
-from engine.model.arithmetic import ArithmeticRunner, expected_tokens
+from engine.testing import ArithmeticRunner, expected_tokens
 from tests.support.event_log import EventLog
 from tests.support.guessing import FREE
 from tests.unit.engine.core.test_engine import (

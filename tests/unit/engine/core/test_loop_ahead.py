@@ -23,7 +23,7 @@ from engine.core.plan import Schedule
 from engine.core.runner import UNKNOWN_TOKEN, ComputedStep, OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
-from engine.model.arithmetic import ArithmeticRunner, expected_tokens
+from engine.testing import ArithmeticRunner, expected_tokens
 from tests.support.builders import step_costs
 from tests.unit.engine.core.test_engine import is_empty, make_spec, numbers, write_prompt_kv
 from tests.unit.engine.core.test_loop import GatedRunner, read_all, rest, running, sequence_of

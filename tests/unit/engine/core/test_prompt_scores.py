@@ -12,7 +12,7 @@ from engine.core.engine import Engine
 from engine.core.outputs import Generated, Output
 from engine.core.scheduler import MAX_SCORED
 from engine.core.sequence import Purpose
-from engine.model.arithmetic import expected_tokens, logits_of
+from engine.testing import expected_tokens, logits_of
 from tests.unit.engine.core.test_engine import drain, is_empty, make_engine, make_spec, numbers, step
 
 VOCAB_SIZE = 49152

@@ -9,11 +9,11 @@ import torch
 
 from baton.cluster import MAX_REASON, Computes
 from engine.core.draft_runner import DraftedRunner
-from engine.model.arithmetic import ArithmeticRunner
 from engine.model.attention_choice import TorchAttention
 from engine.model.fused_model import Fused, fuse
 from engine.model.kv_cache import KVCache
 from engine.model.transformers_model import chosen
+from engine.testing import ArithmeticRunner
 from tests.support import graphed
 from tests.unit.engine.model.test_attention_choice import spec_of
 

@@ -16,8 +16,8 @@ from engine.core.engine import Engine
 from engine.core.kv_spec import EMPTY_PLACE, BlockTables, KVSpec, LayerGroup
 from engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from engine.core.scheduler import SchedulerLimits
-from engine.model.arithmetic import ArithmeticRunner
 from engine.model.table_rows import TableRoom, TableRows
+from engine.testing import ArithmeticRunner
 from engine.uploads import StepNumbers
 from tests.support.builders import sequence_spec
 from tests.support.device_waits import DEVICE, Waits

@@ -12,11 +12,11 @@ import torch
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from engine.model import arithmetic
-from engine.model.arithmetic import sampled_of
 from engine.sampling.masses import first_beyond
 from engine.sampling.pipeline import Sampler
 from engine.sampling.random import uniform
 from engine.sampling.row import Row
+from engine.testing import sampled_of
 from tests.unit.engine.core.test_engine import make_spec
 
 NUM_DRAWS = 4000

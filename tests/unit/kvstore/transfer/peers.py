@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import torch
 
-from baton.config import FaultsConfig, TransferConfig
+from baton.config import TestingConfig, TransferConfig
 from baton.kv_layout import KvLayout
 from baton.messages import PrefixSource, SequenceSpec, Ticket, Transferred
 from baton.rpc.arrivals import Arrivals
@@ -34,8 +34,8 @@ from engine.core.loop import EngineLoop, SequenceHandle
 from engine.core.outputs import Generated, OnEngineEvent
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
-from engine.model.arithmetic import ArithmeticRunner
 from engine.model.kv_cache import KVCache
+from engine.testing import ArithmeticRunner
 from kvstore.transfer.copy.blocks import choose_copies
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker
@@ -240,6 +240,7 @@ def local_worker(
     *,
     tls: Tls | None = None,
     keys: KeyFile | None = None,
+    faults: str = "",
 ) -> LocalWorker:
     choose_copies(caches)
     return LocalWorker(
@@ -251,6 +252,7 @@ def local_worker(
         num_kv_heads=heads,
         tls=tls,
         keys=keys,
+        testing=TestingConfig(faults=faults),
     )
 
 
@@ -289,8 +291,7 @@ async def prefill_side(
     tls: Tls | None = None,
 ) -> AsyncIterator[Prefill]:
     caches = tuple(caches) or (filled_cache(1),)
-    spoiling = FaultsConfig(spec=faults)
-    sender = KvSender(local_worker(name, incarnation, caches, heads=heads, tls=tls), config, spoiling)
+    sender = KvSender(local_worker(name, incarnation, caches, heads=heads, tls=tls, faults=faults), config)
     try:
         yield Prefill(sender, tuple(caches))
     finally:
@@ -386,8 +387,8 @@ async def engine_worker(
         output_reservation=0,
     )
     loop = EngineLoop(Engine(runner, limits), 100, on_event)
-    local = local_worker(name, incarnation, runner.caches, keys=keys)
-    kv = KvEndpoint(local, loop, config, FaultsConfig(spec=faults))
+    local = local_worker(name, incarnation, runner.caches, keys=keys, faults=faults)
+    kv = KvEndpoint(local, loop, config)
     running = asyncio.create_task(loop.run())
     async with served(endpoint(kv), member_auth(keys, local.incarnation, WORKERS_RULES)) as (address, server):
         kv.receiver.kv_address = address

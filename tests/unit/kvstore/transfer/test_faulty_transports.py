@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from baton.config import TransferConfig
+from baton.config import Faults, TransferConfig
 from baton.errors import BatonError, TransferCancelled, TransferCorrupted
 from baton.messages import Ticket
 from engine.core.kv_spec import KVSpec, LayerGroup
@@ -28,11 +28,10 @@ from engine.model.kv_cache import KVCache
 from kvstore.transfer.connection.reservations import Arrival
 from kvstore.transfer.device import GpuDevice
 from kvstore.transfer.protocol.chunk_header import VOID
-from kvstore.transfer.protocol.plan import Chunk
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
+from kvstore.transfer.testing import FaultInjector, FaultyTransport
 from kvstore.transfer.transport.base import Operation, SendingTransport
-from kvstore.transfer.transport.faults import FaultInjector, Faults, FaultyTransport
 from kvstore.transfer.transport.staging import Slot
 from kvstore.transfer.transport.tcp import TcpSender
 from tests.support.waiting import until
@@ -156,9 +155,9 @@ class NotedLink(FaultyTransport):
 class NotedInjector(FaultInjector):
     injected_into: Injected
 
-    def spoil(self, chunk: Chunk, payload: torch.Tensor) -> None:
+    def spoil(self, num_rows: int, payload: torch.Tensor) -> None:
         before = payload.clone()
-        super().spoil(chunk, payload)
+        super().spoil(num_rows, payload)
         if not torch.equal(before, payload):
             with self.injected_into.lock:
                 self.injected_into.spoils += 1
@@ -169,7 +168,7 @@ def injected(monkeypatch: pytest.MonkeyPatch) -> Injected:
     notes = Injected()
     for cls in (NotedLink, NotedInjector):
         monkeypatch.setattr(cls, "injected_into", notes, raising=False)
-        monkeypatch.setattr(f"kvstore.transfer.connection.outgoing.{cls.__bases__[0].__name__}", cls)
+        monkeypatch.setattr(f"kvstore.transfer.testing.{cls.__bases__[0].__name__}", cls)
     monkeypatch.setattr(NotedLink, "seeds", itertools.count(1), raising=False)
     return notes
 

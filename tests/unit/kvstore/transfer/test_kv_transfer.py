@@ -19,7 +19,7 @@ import torch
 from opentelemetry.context import Context
 
 from baton.cluster import TransferCounts
-from baton.config import TransferConfig
+from baton.config import TestingConfig, TransferConfig
 from baton.errors import (
     BatonError,
     Overloaded,
@@ -34,8 +34,8 @@ from decode_worker.service import DecodeService
 from engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup
 from engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.sequence import Purpose
-from engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from engine.model.kv_cache import KVCache
+from engine.testing import ArithmeticRunner, expected_tokens
 from kvstore.transfer.connection.outgoing import TransferPart
 from kvstore.transfer.connection.reservations import Arrival, Expected
 from kvstore.transfer.copy.blocks import BlockCopier
@@ -43,7 +43,6 @@ from kvstore.transfer.protocol.chunk_header import VOID, Header, unpack
 from kvstore.transfer.protocol.layout import layout_of, rank_spec
 from kvstore.transfer.protocol.plan import Chunk
 from kvstore.transfer.sender import KvSender, OutgoingTransfer
-from kvstore.transfer.transport.faults import parse_faults
 from prefill_worker.service import PrefillService
 from tests.support.objects import only_new_objects_are_collected
 from tests.support.waiting import until
@@ -1112,8 +1111,8 @@ async def test_a_prefix_of_a_dead_source_is_computed_and_soon(link: str, death: 
         if death == "silent":
             source = dataclasses.replace(source, address=f"{HOST}:{nobody.getsockname()[1]}")
         if death == "forgets the answer":
-            connections, stalls = there.kv.sender._connections, parse_faults("link_stall=3")
-            connections._ranks = tuple(dataclasses.replace(rank, faults=stalls) for rank in connections._ranks)
+            connections, stalls = there.kv.sender._connections, TestingConfig(faults="link_stall=3")
+            connections._ranks = tuple(dataclasses.replace(rank, testing=stalls) for rank in connections._ranks)
         started = time.monotonic()
         pulling = asyncio.create_task(here.kv.prefixes.fetch(make_spec(PROMPT), source, time.monotonic(), Context()))
         if death == "in the middle":

@@ -25,7 +25,7 @@ from baton.rpc.member_auth import member_metadata
 from baton.telemetry.instruments import Instruments
 from baton.trust import PERMIT_S, KeyFile, Party, Permit, Principal, draw_secret, keys_digest, write_private
 from baton.v1 import kv_pb2_grpc
-from engine.model.arithmetic import ArithmeticRunner
+from engine.testing import ArithmeticRunner
 from kvstore.index import Mirror
 from kvstore.transfer.connection.control_stream import open_channel
 from router.dispatch.selector import WorkerSelector

@@ -12,7 +12,7 @@ from opentelemetry.context import Context
 from baton.blocks import prefix_keys
 from baton.messages import PrefixSource
 from baton.trust import PERMIT_S, KeyFile, Party, Permit, Principal, draw_secret, keys_digest, write_private
-from engine.model.arithmetic import ArithmeticRunner
+from engine.testing import ArithmeticRunner
 from tests.unit.kvstore.transfer.peers import CONFIG, Worker, engine_worker, make_spec
 
 PROMPT = [(7 * position) % 1000 + 1 for position in range(100)]

@@ -15,7 +15,7 @@ from baton.cluster import OpenConnections
 from baton.errors import BatonError, TransferError
 from baton.messages import Grant, Offer, Ping, SessionFailed, Welcome
 from baton.v1 import kv_pb2_grpc
-from engine.model.arithmetic import ArithmeticRunner
+from engine.testing import ArithmeticRunner
 from kvstore.transfer.connection.control_stream import open_channel
 from kvstore.transfer.connection.pauses import LONGEST_PAUSE_S
 from kvstore.transfer.protocol.plan import WireOptions, plan

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
+from baton.config import Faults
 from baton.errors import BatonError, TransferCorrupted, TransferError, TransferTimeout
 from baton.kv_layout import GroupLayout, KvLayout
 from baton.messages import Abort, AbortAck, Commit, CommitAck, FromReceiver, FromSender, Grant, Nack, Offer, Ticket
@@ -32,8 +33,8 @@ from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferF
 from kvstore.transfer.protocol.plan import Chunk, WireOptions, plan
 from kvstore.transfer.protocol.receive_state import ReceiveInstruction, ReceiveState
 from kvstore.transfer.protocol.send_state import SendState
-from kvstore.transfer.transport.base import RECEIVER, SENDER, ReceivingTransport, SendingTransport
-from kvstore.transfer.transport.faults import FaultInjector, Faults
+from kvstore.transfer.testing import FaultyTransport, rows_of
+from kvstore.transfer.transport.base import RECEIVER, SENDER, Operation, ReceivingTransport, SendingTransport
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import Slot, StagingPool
@@ -71,19 +72,20 @@ def ticket_of(transfer_id: str, generation: int) -> Ticket:
     )
 
 
-class Hook(FaultInjector):
+class Hook(FaultyTransport):
     """Calls something once, after a number of chunks were gathered."""
 
-    def __init__(self, faults: Faults, at: int, call: Callable[[], None]) -> None:
-        super().__init__(faults)
+    def __init__(self, link: SendingTransport, faults: Faults, at: int, call: Callable[[], None]) -> None:
+        super().__init__(link, faults)
         self._left = at
         self._call = call
 
-    def spoil(self, chunk: Chunk, payload: torch.Tensor) -> None:
-        super().spoil(chunk, payload)
-        self._left -= 1
+    def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
+        self._left -= rows_of(slot.read_header()) > 0
         if self._left == 0:
+            self._left = -1
             self._call()
+        return super().send_chunk(slot, num_bytes)
 
 
 class Sides:
@@ -117,15 +119,17 @@ class Sides:
         stores += [RendezvousStore(lambda key, value: stores[RECEIVER].deliver(key, value))]
         stores += [RendezvousStore(lambda key, value: stores[SENDER].deliver(key, value))]
         self.stores = stores
-        hook = Hook(faults or Faults(), at_chunk, call)
-        self.outflow = SendLoop(epochs[0], self.at_offers, heartbeat_s, hook)
+        self.outflow = SendLoop(epochs[0], self.at_offers, heartbeat_s)
         self.inflow = ReceiveLoop(epochs[1], self.inbounds, SLOT_BYTES, op_timeout_s)
 
         def ends(open_link: Any, side: int) -> Any:
             return partial(open_link, kind, transport_end(stores[side], self.pools[side], window, 5.0, op_timeout_s))
 
+        def open_hooked() -> Hook:
+            return Hook(ends(open_sender, SENDER)(), faults or Faults(), at_chunk, call)
+
         self.sender: TransportThread[SendingTransport] = TransportThread(
-            "sender", ends(open_sender, SENDER), self.outflow, torch.device("cpu")
+            "sender", open_hooked, self.outflow, torch.device("cpu")
         )
         self.receiver: TransportThread[ReceivingTransport] = TransportThread(
             "receiver", ends(open_receiver, RECEIVER), self.inflow, torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.config.transfer import NCCL_MODES
+from baton.config.testing import NCCL_MODES
 from baton.errors import TransferError, TransferTimeout
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport import nccl

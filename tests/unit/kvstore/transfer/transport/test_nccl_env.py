@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import Config, TransferConfig
-from baton.config.transfer import NCCL_MODES
+from baton.config import Config, TestingConfig
+from baton.config.testing import NCCL_MODES
 from baton.errors import TransferError
 from deploy.ray_pools.actor import worker_environment
 from kvstore.transfer.transport.nccl_env import PINNED, require_environment
@@ -35,7 +35,7 @@ def test_a_broken_pair_ends_no_process_and_no_watchdog_sleeps() -> None:
 @pytest.mark.parametrize("mode", NCCL_MODES)
 def test_the_mode_of_the_transports_is_not_that_of_the_whole_process(mode: str) -> None:
     """The collectives of a tensor-parallel model run in the same process and in its children."""
-    environment = worker_environment(dataclasses.replace(Config(), transfer=TransferConfig(nccl_mode=mode)))
+    environment = worker_environment(dataclasses.replace(Config(), testing=TestingConfig(nccl_mode=mode)))
     assert [name for name in environment if "NONBLOCKING" in name] == []
 
 

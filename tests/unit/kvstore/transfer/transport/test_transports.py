@@ -26,11 +26,13 @@ import torch
 import torch.distributed as dist
 
 from baton.addresses import addresses_of
+from baton.config import Faults
 from baton.errors import ConfigError, TransferError, TransferTimeout
 from baton.kv_layout import KvLayout
 from baton.messages import Hello
 from kvstore.transfer.device import CudaGpu, boot_id
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from kvstore.transfer.testing import FaultyTransport
 from kvstore.transfer.transport.base import (
     RECEIVER,
     SENDER,
@@ -40,7 +42,6 @@ from kvstore.transfer.transport.base import (
     ReceivingTransport,
     SendingTransport,
 )
-from kvstore.transfer.transport.faults import Faults, FaultyTransport
 from kvstore.transfer.transport.nccl import is_well_formed as is_of_nccl
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import (

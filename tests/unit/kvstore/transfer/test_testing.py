@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from baton.config import Faults, TestingConfig, parse_faults
 from baton.errors import ConfigError, TransferError, TransferTimeout
-from kvstore.transfer.protocol.plan import Chunk
-from kvstore.transfer.transport import faults as faults_module
-from kvstore.transfer.transport.faults import FaultInjector, Faults, FaultyTransport, parse_faults
+from kvstore.transfer import testing as faults_module
+from kvstore.transfer.protocol import chunk_header as h
+from kvstore.transfer.testing import FaultInjector, FaultyTransport, rows_of
 from tests.unit.kvstore.transfer.transport.test_transports import SLOT_BYTES, Ends, header, opened, post, send
 
-CHUNK = Chunk(part=0, layer_lo=0, layer_hi=2, unit_lo=0, unit_hi=2, num_bytes=64)
+NUM_ROWS = 4
+"""Of 16 bytes each."""
 
 
 def test_faults_are_parsed_and_off_by_default() -> None:
@@ -34,12 +36,13 @@ def test_faults_are_parsed_and_off_by_default() -> None:
 )
 def test_a_fault_that_does_not_exist_is_named(spec: str) -> None:
     with pytest.raises(ConfigError, match=spec):
-        parse_faults(spec)
+        TestingConfig(faults=spec)
 
 
-def test_faults_of_the_transport_are_told_from_those_of_the_payload() -> None:
-    assert not parse_faults("corrupt_chunk=3,drop_chunk=1").on_transport
-    assert all(parse_faults(f"{name}=2").on_transport for name in Faults.__slots__ if name.startswith("link_"))
+def test_a_header_tells_the_rows_of_its_chunk_unless_they_are_undefined() -> None:
+    span: dict[str, Any] = {"layer_lo": 3, "layer_hi": 5, "unit_lo": 70_000, "unit_hi": 70_007}
+    assert rows_of(h.Header(h.CHECKED, 1, 2, 3, **span).pack()) == 14
+    assert rows_of(h.Header(h.VOID, 1, 2, 3, **span).pack()) == 0
 
 
 def spoiled(faults: Faults, num_chunks: int) -> list[int]:
@@ -47,7 +50,7 @@ def spoiled(faults: Faults, num_chunks: int) -> list[int]:
     injector, changed = FaultInjector(faults), []
     for seq in range(1, num_chunks + 1):
         payload = torch.arange(64, dtype=torch.uint8)
-        injector.spoil(CHUNK, payload)
+        injector.spoil(NUM_ROWS, payload)
         if not torch.equal(payload, torch.arange(64, dtype=torch.uint8)):
             changed.append(seq)
     return changed
@@ -61,19 +64,17 @@ def test_every_nth_chunk_is_spoiled(fault: str) -> None:
 
 def test_corruption_spoils_one_row_and_a_swap_exchanges_two() -> None:
     payload = torch.zeros(64, dtype=torch.uint8)
-    FaultInjector(Faults(corrupt_chunk=1)).spoil(CHUNK, payload)
+    FaultInjector(Faults(corrupt_chunk=1)).spoil(NUM_ROWS, payload)
     assert payload.tolist() == [0] * 32 + [0x80] * 16 + [0] * 16
     payload = torch.arange(64, dtype=torch.uint8)
-    FaultInjector(Faults(swap_blocks=1)).spoil(CHUNK, payload)
+    FaultInjector(Faults(swap_blocks=1)).spoil(NUM_ROWS, payload)
     assert payload.tolist() == [*range(48, 64), *range(16, 48), *range(16)]
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 4, 5])
 def test_the_smallest_payloads_can_be_spoiled(num_bytes: int) -> None:
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
-    FaultInjector(Faults(corrupt_chunk=1)).spoil(
-        Chunk(part=1, layer_lo=0, layer_hi=1, unit_lo=0, unit_hi=num_bytes, num_bytes=num_bytes), payload
-    )
+    FaultInjector(Faults(corrupt_chunk=1)).spoil(num_bytes, payload)
     assert payload.any()
 
 

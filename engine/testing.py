@@ -5,7 +5,7 @@
 K holds the token and V holds (p + 1) * token, in every layer; `state`, if there is one, is the running sum of all
 tokens. The next token comes from K of the first layer, plus one for every position at which another page disagrees. So
 a block that is lost, stale, swapped or altered, in any layer, changes the output, as with a real model, and tests of
-scheduling, KV transfer and streaming need no weights.
+scheduling, KV transfer and streaming need no weights. A worker runs it if `testing.arithmetic` is set.
 
 The modulus is a prime because each output token is a multiple of the one before by its position. Modulo 49152, which
 two to the power of 14 divides, all tokens after about 16 would be 0, and a lost or repeated one would not be noticed.
@@ -27,6 +27,7 @@ import torch
 
 from baton.blocks import num_blocks_for
 from baton.cluster import Computes
+from baton.config import EngineConfig, ModelConfig, TestingConfig
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Sampled, TokenScores
 from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
@@ -39,6 +40,8 @@ from engine.sampling.row import Row
 from engine.sampling.scores import scores_of
 from engine.sampling.structure import Structures
 
+NUM_LAYERS, NUM_BLOCKS, MODEL_LEN = 2, 4096, 8192
+"""Size of a worker's arithmetic model, unless its settings say otherwise."""
 NUM_NEAR = 4096
 """Number of tokens next to the best one that have any weight at the highest temperature."""
 
@@ -62,11 +65,11 @@ class ArithmeticRunner:
         block_size: int = 16,
         *,
         vocab_size: int = 49152,
-        max_model_len: int = 8192,
+        max_model_len: int = MODEL_LEN,
         max_num_seqs: int = 64,
         with_state: bool = False,
         eos_token_ids: frozenset[int] = frozenset({0}),
-        num_layers: int = 2,
+        num_layers: int = NUM_LAYERS,
         layer_s: float = 0.0,
         token_s: float = 0.0,
         tokenizer: Path | None = None,
@@ -181,6 +184,25 @@ class ArithmeticRunner:
             num_wrong += int((keys.flatten()[:num_tokens] != tokens).sum())
             num_wrong += int((values.flatten()[:num_tokens] != weighted).sum())
         return (int(weighted.sum()) + num_wrong + state) % modulus(self.vocab_size)
+
+
+def arithmetic_runner(model: ModelConfig, engine: EngineConfig, testing: TestingConfig) -> ArithmeticRunner:
+    """Return the runner of a worker with these settings.
+
+    Raises:
+        ConfigError: a setting is set that the arithmetic model does not support.
+    """
+    engine.refuse_unknown(ArithmeticRunner.unknown_settings, "testing.arithmetic")
+    model.require_exact("testing.arithmetic is set")
+    return ArithmeticRunner(
+        engine.num_blocks or NUM_BLOCKS,
+        engine.block_size,
+        max_model_len=engine.max_model_len or MODEL_LEN,
+        max_num_seqs=engine.batch(on_gpu=False).max_num_seqs,
+        layer_s=testing.step_ms / 1e3 / NUM_LAYERS,
+        token_s=testing.token_ms / 1e3,
+        tokenizer=Path(model.path) / "tokenizer.json" if model.path else None,
+    )
 
 
 def _state(part: StepPart) -> int:

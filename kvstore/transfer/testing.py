@@ -1,118 +1,51 @@
 """Injected faults, for tests: in a payload after its checksum was taken, and in the transport itself.
 
-`FaultInjector` corrupts payloads. `FaultyTransport` wraps the sending side of any transport and corrupts its messages,
-so the receiver sees the effect of a network fault. It spares signals, except for a stall.
+`FaultyTransport` wraps the sending side of any transport and corrupts its messages, so the receiver sees the effect of
+a network fault. It spares signals, except for a stall. Its `FaultInjector` corrupts payloads. Only `testing.faults`
+makes a connection import this module.
 """
 
 from __future__ import annotations
 
 import random
-import re
+import struct
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.errors import ConfigError, TransferError
-from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from baton.config import Faults, parse_faults
+from baton.errors import TransferError
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES, VOID
 
 if TYPE_CHECKING:
     import torch
 
+    from baton.config import TestingConfig
     from kvstore.transfer.device import GpuDevice
-    from kvstore.transfer.protocol.plan import Chunk
     from kvstore.transfer.transport.base import Operation, SendingTransport
     from kvstore.transfer.transport.staging import Slot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Faults:
-    """Frequency of each fault: at every Nth chunk of a connection; 0 is never.
-
-    The faults of the transport also take a probability between 0 and 1.
-    """
-
-    corrupt_chunk: int = 0
-    """Flip the top bit of every byte of one block row."""
-    drop_chunk: int = 0
-    """Send zeros instead."""
-    swap_blocks: int = 0
-    """Exchange the first and the last block row, of different layers if a chunk has several.
-
-    Within one layer, attention ignores the order of a sequence's blocks. Chunks of a single row do not count.
-    """
-    link_drop: float = 0
-    """Do not send the chunk."""
-    link_duplicate: float = 0
-    """Send it twice."""
-    link_reorder: float = 0
-    """Send the next chunk first, if that comes before a signal and before the owner waits for this one."""
-    link_truncate: float = 0
-    """Omit the second half of its payload; the receiver finds undefined bytes there."""
-    link_flip: float = 0
-    """Change one bit of its header or its payload."""
-    link_stall: float = 0
-    """Send nothing from this chunk on; a wait for it lasts until the transport is aborted."""
-    link_kill: float = 0
-    """Close the transport while the chunk is being sent."""
-    link_delay_ms: int = 0
-    """Wait this long before each chunk."""
-
-    @property
-    def on_payload(self) -> bool:
-        """True if a `FaultInjector` has anything to inject."""
-        return any(getattr(self, name) for name in self.__slots__ if not name.startswith("link_"))
-
-    @property
-    def on_transport(self) -> bool:
-        """True if a `FaultyTransport` has anything to inject."""
-        return any(getattr(self, name) for name in self.__slots__ if name.startswith("link_"))
-
-
-_PROBABILITY = re.compile(r"0?\.\d*[1-9]\d*")
-
-
-def parse_faults(spec: str) -> Faults:
-    """Parse `FaultsConfig.spec`, such as `corrupt_chunk=3,link_drop=0.01,link_delay_ms=5`.
-
-    Raises:
-        ConfigError: an unknown fault, or a count that is not a positive number.
-    """
-    counts: dict[str, float] = {}
-    for item in filter(None, (part.strip() for part in spec.split(","))):
-        name, _, count = item.partition("=")
-        if name in Faults.__slots__ and count.isdigit() and int(count):
-            counts[name] = int(count)
-        elif name in _MAY_BE_RANDOM and _PROBABILITY.fullmatch(count):
-            counts[name] = float(count)
-        else:
-            raise ConfigError(
-                f"faults.spec: {item!r} is not one of {', '.join(Faults.__slots__)} with =N, "
-                f"or of {', '.join(sorted(_MAY_BE_RANDOM))} with a probability below 1"
-            )
-    return Faults(**counts)  # type: ignore[arg-type]
-
-
-_MAY_BE_RANDOM = {name for name in Faults.__slots__ if name.startswith("link_")} - {"link_delay_ms"}
-
-
-class FaultInjector:
-    """Injector of faults into the payloads of one connection.
+def faulty(transport: SendingTransport, testing: TestingConfig, gpu: GpuDevice | None) -> SendingTransport:
+    """Return the transport with the faults that `testing.faults` names.
 
     Args:
         gpu: the GPU that holds the payloads, if any.
     """
+    return FaultyTransport(transport, parse_faults(testing.faults), gpu=gpu)
 
-    def __init__(self, faults: Faults, gpu: GpuDevice | None = None) -> None:
+
+class FaultInjector:
+    """Injector of faults into the payloads of one connection."""
+
+    def __init__(self, faults: Faults) -> None:
         self._faults = faults
-        self._gpu = gpu
         self._num_chunks = 0
         self._num_swappable = 0
 
-    def spoil(self, chunk: Chunk, payload: torch.Tensor) -> None:
-        """Corrupt the next payload, `uint8[chunk.num_bytes]`, if a fault is due."""
-        num_rows = (chunk.layer_hi - chunk.layer_lo) * (chunk.unit_hi - chunk.unit_lo)
+    def spoil(self, num_rows: int, payload: torch.Tensor) -> None:
+        """Corrupt the next payload, `uint8[bytes]`, which has this number of block rows, if a fault is due."""
         self._num_chunks += 1
         if every(self._faults.corrupt_chunk, self._num_chunks):
             # the top bit of every byte: a float changes its sign and its exponent
@@ -123,8 +56,16 @@ class FaultInjector:
         if num_rows > 1 and every(self._faults.swap_blocks, self._num_swappable):
             rows = payload.view(num_rows, -1)
             rows[[0, -1]] = rows[[-1, 0]]
-        if self._gpu is not None:
-            self._gpu.current_stream().synchronize()
+
+
+_FLAGS, _SPAN = struct.Struct("<5xB"), struct.Struct("<36xHHII")
+"""Parts of a chunk's header: flags, and the range of layers and units."""
+
+
+def rows_of(header: bytes) -> int:
+    """Return the number of block rows of the chunk with this header; 0 if its payload is undefined."""
+    (flags,), (layer_lo, layer_hi, unit_lo, unit_hi) = _FLAGS.unpack_from(header), _SPAN.unpack_from(header)
+    return 0 if flags & VOID else int((layer_hi - layer_lo) * (unit_hi - unit_lo))
 
 
 def every(nth: float, count: int) -> bool:
@@ -147,6 +88,7 @@ class FaultyTransport:
         self.injected: Counter[str] = Counter()
         self._transport = transport
         self._faults = faults
+        self._injector = FaultInjector(faults)
         self._random = random.Random(seed)
         self._num_chunks = 0
         self._held_back: _HeldBack | None = None
@@ -162,6 +104,8 @@ class FaultyTransport:
     def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
         if self._stalled:
             return _Never(self._aborted)
+        if num_rows := rows_of(slot.read_header()):
+            self._injector.spoil(num_rows, slot.payload(num_bytes))
         self._num_chunks += 1
         if delay_ms := self._faults.link_delay_ms:
             self.injected["link_delay_ms"] += 1
