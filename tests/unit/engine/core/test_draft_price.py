@@ -82,6 +82,12 @@ def test_a_delay_is_no_price() -> None:
     assert token_s < 0.011
 
 
+def test_steps_that_take_far_longer_than_expected_are_no_delays_for_long() -> None:
+    price = DraftPrice()
+    observe(price, 0.05, number=100)
+    assert price.token_s(1) == pytest.approx(0.05, rel=0.01)
+
+
 def test_drafts_that_looked_expensive_are_tried_again() -> None:
     """Be it after steps without drafts, or after steps with fewer."""
     price = learned()
