@@ -13,6 +13,7 @@ from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
 from baton.structure import StructuredOutputs
 from engine.core.draft_model import DraftModel
+from engine.core.draft_price import PRIOR, DraftPrice
 from engine.core.draft_runner import DraftedRunner
 from engine.core.engine import Engine
 from engine.core.ngrams import NO_GUESS, Guess
@@ -660,3 +661,13 @@ def test_the_draft_models_time_is_none_of_the_targets_steps() -> None:
     engine.learn(StepSize(num_new=1, num_decoding=1, num_kv_tokens=100), 0.05, 0.04)
     assert engine.load().costs.decode_step_s(1, 100) == pytest.approx(0.01)
     assert engine.load().busy_s == pytest.approx(0.05)
+
+
+def test_the_draft_models_time_is_no_price_of_checking() -> None:
+    engine = make_engine(4)
+    assert engine.scheduler.drafter is not None
+    price = engine.scheduler.drafter.price = DraftPrice()
+    for _ in range(20):
+        engine.learn(StepSize(num_new=1, num_decoding=1, num_kv_tokens=100), 0.01)
+    engine.learn(StepSize(num_new=1, num_decoding=1, num_kv_tokens=100, num_drafts=4), 0.05, 0.04)
+    assert price.of(1, 4) < PRIOR
