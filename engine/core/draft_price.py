@@ -27,7 +27,7 @@ LONGEST = 2.0
 """Factor over the expected time beyond which a step counts as delayed by something else; also the highest price."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Steps:
     """Running means over the steps in which about the same number of sequences decode."""
 
