@@ -376,12 +376,14 @@ def test_a_sequence_that_cannot_grow_gives_its_blocks_to_others() -> None:
     look_nothing_up(engine)
     for n in range(2):
         engine.add(sequence_spec(numbers_of(n, 30), f"{n}", max_tokens=170 - 20 * n), Purpose.GENERATE, 0.0)
-    number = []
+    number, num_shadows = [], []
     while batch := engine.schedule(0.0)[0]:
         engine.check()
         number.append(tuple(part.num_drafts for part in batch.parts))
+        num_shadows += [len(model_of(engine)._shadows)] * (len(batch.parts) == 2)
         engine.commit(batch, engine.runner.execute(batch), 0.0)
     assert number.index((4, 4)) < number.index((0, 4), 5) < number.index((4,))
+    assert 1 in num_shadows[num_shadows.index(2) :], "while both run"
     assert nothing_is_held(engine)
 
 
