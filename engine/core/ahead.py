@@ -49,10 +49,10 @@ def _has_room(scheduler: Scheduler) -> bool:
 
 
 def _may_draft(step: StepInput, sequences: SequenceOf[Sequence], scheduler: Scheduler) -> bool:
-    """Return whether drafts after the known tokens would pay off: then they may also pay off after the next token."""
+    """Return whether drafts after the known tokens would pay: then they may also pay after the next token."""
     if scheduler.drafter is None:
         return False
     if scheduler.drafter.model is not None:  # it proposes after the last tokens
         return True
     budget = scheduler.limits.max_num_batched_tokens - step.num_scheduled_tokens
-    return budget > 0 and bool(scheduler.drafter.drafts(sequences, step.parts, budget, scheduler.costs))
+    return budget > 0 and bool(scheduler.drafter.drafts(sequences, step.parts, budget))

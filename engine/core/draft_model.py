@@ -1,4 +1,4 @@
-"""Block accounting of a draft model: the tokens of each sequence that it has computed, in its own block pool.
+"""A smaller model that proposes drafts: what it computes, in its own block pool, and how often it is right.
 
 Each sequence has a *shadow* there: the same tokens, other blocks. A shadow is created when the sequence decodes,
 wherever its prompt was computed, and catches up by some tokens per step. Full blocks have the same keys as the target
@@ -17,64 +17,30 @@ other sequence waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from baton.costs import StepCosts
-from engine.core.draft_budget import DraftBudget
 from engine.core.group_pool import GroupPool
-from engine.core.ngrams import Guess
-from engine.core.runner import UNKNOWN_TOKEN, Proposal, Runner, StepInput, StepOutput, StepPart
+from engine.core.runner import Proposal, Runner, StepInput, StepOutput
 from engine.core.sequence import Purpose, Sequence, Status
 from engine.core.sequence_blocks import SequenceBlocks
-from engine.core.step_fit import StepFit, StepSize
 
 READY = 16
 """Maximum number of uncomputed tokens with which a sequence may still have drafts in the same step."""
 RESERVED = 64
 """Tokens beyond the known ones for which a new shadow gets blocks."""
-LEAST_ROUNDS = 3
-"""Rounds in which all sequences decode, before their cost counts as known."""
-UNKNOWN_SHARE = 0.2
-"""Assumed time of a draft model's step as a share of the target's, until it is measured."""
+CATCH_UP_SHARE = 0.25
+"""Share of a step's time in which the model may catch up with known tokens."""
+LEAST_CATCH_UP = 16
+"""Tokens that the model may always catch up in a step."""
 LIKELY = 0.7
-"""Prior for the chance of a draft."""
-LIKELY_WEIGHT = 8.0
-"""Weight of that prior, in drafts."""
-FORGETTING = 0.95
-"""Weight of a step's drafts after the next drafts of the same sequence."""
-FORGETTING_ALL = 0.99
-"""Weight of a step's drafts over all sequences after the next drafts of any sequence."""
-FADING = 0.998
-"""Weight of a sequence's drafts after any further step: drafts that looked unlikely are retried some hundred steps
-later."""
-FADING_ALL = 0.9995
-"""Weight of all sequences' drafts after any further step. It fades slowly: a retry with a new sequence costs its
-prompt."""
-
-
-@dataclass(slots=True)
-class _Acceptance:
-    """Acceptance rate of drafts whose preceding drafts were all accepted."""
-
-    tried: float = 0.0
-    kept: float = 0.0
-
-    def observe(self, tried: int, kept: int, forgetting: float) -> None:
-        self.tried = forgetting * self.tried + tried
-        self.kept = forgetting * self.kept + kept
-
-    def fade(self, fading: float) -> None:
-        self.tried *= fading
-        self.kept *= fading
-
-    def chance(self, before: float) -> float:
-        """Return the chance of a draft.
-
-        Args:
-            before: the chance assumed without observations.
-        """
-        return (LIKELY_WEIGHT * before + self.kept) / (LIKELY_WEIGHT + self.tried)
+"""Acceptance rate before any observation."""
+RATE_DRAFTS, ALL_RATE_DRAFTS = 8.0, 16.0
+"""Weight of the earlier drafts in the acceptance rate of a sequence, and of all sequences, in drafts."""
+FADING = 0.0005
+"""Share that a step takes away of what was measured: a sequence's rate tends to that of all sequences, and that to
+LIKELY. So a model that does not pay is retried some thousand steps later."""
+LATEST = 0.2
+"""Weight of the latest measurement of a time."""
 
 
 @dataclass(slots=True)
@@ -84,7 +50,8 @@ class _Shadow:
     original: Sequence
     sequence: Sequence
     """Counterpart of the target's sequence: the same tokens, with blocks of the draft model's pool."""
-    acceptance: _Acceptance = field(default_factory=_Acceptance)
+    rate: float
+    """Share of its drafts that were accepted, of those whose preceding drafts were all accepted."""
 
 
 class DraftModel:
@@ -99,139 +66,114 @@ class DraftModel:
     def __init__(self, runner: Runner, key_tokens: int, most_tokens: int) -> None:
         self.pool = GroupPool(runner.spec, runner.num_blocks)
         assert self.pool.key_tokens == key_tokens, "the draft model's blocks are of another size"
-        self.most_tokens = most_tokens
         self.num_drafted = self.num_accepted = 0
-        self.budget = DraftBudget()
-        """Time that it may lose; at zero the draft model is not run."""
+        self._round_s = 0.0
+        """Time that proposing one draft of each sequence takes; 0: not measured yet."""
+        self._known_s = 0.0
+        """Time that it takes for a token that it catches up with; 0: not measured yet."""
+        self._rate = LIKELY
+        """Acceptance rate of all sequences, with which a new one begins."""
         self._blocks = SequenceBlocks(self.pool, 0)
         self._max_model_len = runner.max_model_len
         self._shadows: dict[int, _Shadow] = {}
-        self._acceptance = _Acceptance()
-        self._fit = StepFit()
-        self._num_rounds = 0
+        self._most_tokens = most_tokens
+        self._tokens_left = self._catch_up_left = self._num_ready = 0
 
-    def costs(self, target: StepCosts) -> StepCosts:
-        """Return the costs of the draft model's steps.
+    def begin_step(self, step_s: float) -> None:
+        """Prepare for the proposals of a step.
 
-        Args:
-            target: costs of the target's steps.
-        """
-        if self._num_rounds >= LEAST_ROUNDS:
-            return self._fit.costs
-        return StepCosts(
-            s_overhead=UNKNOWN_SHARE * target.s_overhead,
-            s_per_token=UNKNOWN_SHARE * target.s_per_token,
-            s_per_pair=UNKNOWN_SHARE * target.s_per_pair,
-            s_weights=UNKNOWN_SHARE * target.s_weights,
-            s_per_sequence=UNKNOWN_SHARE * target.s_per_sequence,
-            s_per_kv_token=UNKNOWN_SHARE * target.s_per_kv_token,
-        )
-
-    def guesses(self, wanted: Iterable[tuple[int, Sequence, int]]) -> dict[int, Guess]:
-        """Return the chances of drafts, by index, for the sequences that may have some now. Changes nothing.
+        Blocks that have become full are registered, the blocks of sequences that no longer run are released, and
+        measurements fade by one step.
 
         Args:
-            wanted: index, sequence and maximum number of drafts of each.
+            step_s: time of the step without drafts.
         """
-        found: dict[int, Guess] = {}
-        if not self._shadows or self.budget.left_s <= 0:
-            return found
-        left, tokens_left = [pool.num_available for pool in self.pool.pools], self.most_tokens
-        for place, sequence, most in wanted:
-            shadow = self._shadows.get(sequence.key)
-            if shadow is None or (number_new := shadow.sequence.num_missing_tokens) > min(READY, tokens_left):
-                continue
-            most = min(most, self._max_model_len - sequence.num_tokens)
-            missing = self._blocks.missing(shadow.sequence, sequence.num_tokens + most - 1)
-            if most < 1 or any(number > number_left for number, number_left in zip(missing, left, strict=True)):
-                continue
-            left = [number_left - number for number, number_left in zip(missing, left, strict=True)]
-            tokens_left -= number_new
-            chance = self.chance(sequence)
-            chances = tuple(chance**depth for depth in range(1, most + 1))
-            found[place] = Guess((UNKNOWN_TOKEN,) * most, chances)
-        return found
-
-    def lacks(self, sequence: Sequence) -> int:
-        """Return how many tokens the model must compute before a sequence can have drafts; 0: none, or it never can."""
-        if sequence.num_tokens >= self._max_model_len:
-            return 0
-        shadow = self._shadows.get(sequence.key)
-        if shadow is None:
-            return sequence.num_tokens - 1
-        return shadow.sequence.num_missing_tokens - 1 if shadow.sequence.num_missing_tokens > READY else 0
-
-    def chance(self, sequence: Sequence) -> float:
-        """Return the chance of a draft of a sequence, given that all drafts before it are accepted."""
-        before = self._acceptance.chance(LIKELY)
-        shadow = self._shadows.get(sequence.key)
-        return before if shadow is None else shadow.acceptance.chance(before)
-
-    def drafting(self, sequence: Sequence, part: StepPart) -> Proposal:
-        """Return what the model computes for the drafts of a part for which `guesses` has returned an entry."""
-        shadow = self._shadows[sequence.key].sequence
-        self._blocks.add(shadow, self._blocks.missing(shadow, part.known_end + part.num_drafts - 1))
-        return Proposal(shadow.part(shadow.num_missing_tokens), part.num_drafts)
-
-    def catching_up(self, sequence: Sequence, most: int) -> Proposal | None:
-        """Return what the model computes next of the known tokens that it lacks.
-
-        Args:
-            most: maximum number of tokens. For a new sequence some may already be in the draft model's cache.
-
-        Returns:
-            None if there is nothing to compute, or no room.
-        """
-        shadow = self._shadows.get(sequence.key) or self._begin(sequence)
-        if shadow is None:
-            return None
-        number = min(most, shadow.sequence.num_missing_tokens - 1)
-        if number < 1:
-            return None
-        missing = self._blocks.missing(shadow.sequence, shadow.sequence.num_computed_tokens + number)
-        if not self.pool.has_room(missing):
-            self._drop(sequence.key)
-            return None
-        self._blocks.add(shadow.sequence, missing)
-        return Proposal(shadow.sequence.part(number), 0)
-
-    def commit(self, step: StepInput, output: StepOutput) -> None:
-        """Record the result of a step's proposals, before the step's tokens are appended to the sequences."""
-        proposed = output.proposed
-        assert proposed is not None
-        for place, part in enumerate(step.parts):
-            if part.proposal is None or (shadow := self._shadows.get(part.sequence_key)) is None:
-                continue
-            num_drafts, num_sampled = proposed.counts.get(place, 0), len(output.sampled_token_ids[place])
-            kept = max(0, num_sampled - 1)
-            if num_drafts:
-                tried = min(num_drafts, kept + 1)
-                shadow.acceptance.observe(tried, kept, FORGETTING)
-                self._acceptance.observe(tried, kept, FORGETTING_ALL)
-                self.num_drafted += num_drafts
-                self.num_accepted += kept
-            # The last draft has no KV, and the KV of drafts that were not accepted is overwritten.
-            end = part.proposal.part.end + min(max(0, num_drafts - 1), kept)
-            shadow.sequence.num_computed_tokens = end
-            shadow.sequence.num_kv_tokens = (end,) * len(shadow.sequence.block_ids)
-        for size, took_s in ((StepSize.of(of_round), took_s) for of_round, took_s in proposed.rounds):
-            self._fit.observe(size, took_s)
-            self._num_rounds += size.num_new == size.num_decoding
-
-    def tidy(self) -> None:
-        """Register blocks that have become full, and release the blocks of sequences that no longer run."""
         for key, shadow in list(self._shadows.items()):
             if shadow.original.status is not Status.RUNNING or shadow.original.num_tokens >= self._max_model_len:
                 self._drop(key)
             else:
                 self._blocks.register_computed(shadow.sequence)
+                shadow.rate += FADING * (self._rate - shadow.rate)
         self.pool.take_events()  # its cache is not published
+        self._rate += FADING * (LIKELY - self._rate)
+        self._round_s *= 1 - FADING
+        self._num_ready = sum(shadow.sequence.num_missing_tokens <= READY for shadow in self._shadows.values())
+        within = int(CATCH_UP_SHARE * step_s / self._known_s) if self._known_s else 0
+        self._tokens_left, self._catch_up_left = self._most_tokens, max(LEAST_CATCH_UP, within)
 
-    def fade(self) -> None:
-        """Reduce the weight of all measurements by one step."""
-        self._acceptance.fade(FADING_ALL)
-        for shadow in self._shadows.values():
-            shadow.acceptance.fade(FADING)
+    def rate(self, sequence: Sequence) -> float:
+        """Return the chance of a draft of a sequence, given that all drafts before it are accepted."""
+        if sequence.num_tokens >= self._max_model_len:
+            return 0.0
+        shadow = self._shadows.get(sequence.key)
+        return self._rate if shadow is None else shadow.rate
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Return whether a sequence can have drafts in the next step: it lacks few tokens."""
+        shadow = self._shadows.get(sequence.key)
+        return shadow is not None and shadow.sequence.num_missing_tokens <= READY
+
+    def draft_s(self, sequence: Sequence, num_decoding: int) -> float:
+        """Return how long proposing one draft will take.
+
+        All sequences that are ready share a round. Before a sequence is ready, all that decode are assumed to share it.
+        """
+        return self._round_s / (self._num_ready if self.is_ready(sequence) else num_decoding)
+
+    def catching_up_s(self, sequence: Sequence) -> float:
+        """Return how long the model will take for the known tokens that it lacks of a sequence."""
+        shadow = self._shadows.get(sequence.key)
+        return self._known_s * (sequence.num_tokens if shadow is None else shadow.sequence.num_missing_tokens)
+
+    def proposal(self, sequence: Sequence, num_drafts: int) -> Proposal | None:
+        """Return the model's next work for a sequence, and take the blocks for it.
+
+        Args:
+            num_drafts: number of drafts, if the sequence is ready; 0: it catches up.
+
+        Returns:
+            None if there is no room, or nothing left to compute.
+        """
+        shadow = self._shadows.get(sequence.key) or self._begin(sequence)
+        if shadow is None:
+            return None
+        own, num_drafts = shadow.sequence, min(num_drafts, self._max_model_len - sequence.num_tokens)
+        number = own.num_missing_tokens if num_drafts else min(own.num_missing_tokens - 1, self._catch_up_left)
+        if not 0 < number <= self._tokens_left:
+            return None
+        missing = self._blocks.missing(own, own.num_computed_tokens + number + max(0, num_drafts - 1))
+        if not self.pool.has_room(missing):
+            self._drop(sequence.key)
+            return None
+        self._blocks.add(own, missing)
+        self._tokens_left -= number
+        self._catch_up_left -= 0 if num_drafts else number
+        return Proposal(own.part(number), num_drafts)
+
+    def commit(self, step: StepInput, output: StepOutput) -> None:
+        """Record the result of a step's proposals, before the step's tokens are appended to the sequences."""
+        assert output.proposed is not None
+        num_drafts = num_kept = num_known = num_rounds = 0
+        for place, part in enumerate(step.parts):
+            if part.proposal is None or (shadow := self._shadows.get(part.sequence_key)) is None:
+                continue
+            tried, kept = output.proposed.counts.get(place, 0), max(0, len(output.sampled_token_ids[place]) - 1)
+            num_rounds = max(num_rounds, part.proposal.num_drafts)
+            num_known += 0 if part.proposal.num_drafts else len(part.proposal.part.token_ids)
+            if tried:
+                shadow.rate = _rate(shadow.rate, RATE_DRAFTS, kept, min(tried, kept + 1))
+                self._rate = _rate(self._rate, ALL_RATE_DRAFTS, kept, min(tried, kept + 1))
+                num_drafts, num_kept = num_drafts + tried, num_kept + kept
+            # The last draft has no KV, and the KV of drafts that were not accepted is overwritten.
+            end = part.proposal.part.end + min(max(0, tried - 1), kept)
+            shadow.sequence.num_computed_tokens = end
+            shadow.sequence.num_kv_tokens = (end,) * len(shadow.sequence.block_ids)
+        self.num_drafted, self.num_accepted = self.num_drafted + num_drafts, self.num_accepted + num_kept
+        took_s = output.proposing_s
+        if num_rounds and not num_known:  # catching up prolongs the first round
+            self._round_s = _latest(self._round_s, took_s / num_rounds)
+        elif num_known and not num_rounds:
+            self._known_s = _latest(self._known_s, took_s / num_known)
 
     def check(self) -> None:
         """Assert that the accounting is correct."""
@@ -260,5 +202,19 @@ class DraftModel:
         shadow.num_computed_tokens = len(found[0]) * self.pool.block_sizes[0]
         shadow.num_registered_keys = shadow.num_computed_tokens // self.pool.key_tokens
         shadow.num_kv_tokens = (shadow.num_computed_tokens,) * len(tables)
-        made = self._shadows[sequence.key] = _Shadow(sequence, shadow)
+        made = self._shadows[sequence.key] = _Shadow(sequence, shadow, self._rate)
         return made
+
+
+def _rate(before: float, weight: float, num_kept: int, num_tried: int) -> float:
+    """Return an acceptance rate after more drafts.
+
+    Args:
+        weight: weight of the rate before, in drafts.
+    """
+    return (weight * before + num_kept) / (weight + num_tried)
+
+
+def _latest(before_s: float, took_s: float) -> float:
+    """Return a running mean after one more measurement; 0: there was none before."""
+    return before_s + LATEST * (took_s - before_s) if before_s else took_s

@@ -96,12 +96,9 @@ class DraftedRunner:
         drafts: dict[int, list[int]] = {place: [] for place, proposal in wanted.items() if proposal.num_drafts}
         # The history of a key only grows, and a draft may be rejected, so a key lasts for one step.
         asked = {place: each.part._replace(sequence_key=next(self._keys)) for place, each in wanted.items()}
-        rounds: list[tuple[StepInput, float]] = []
+        began_s = self._clock()
         while asked:
-            step = StepInput(tuple(asked.values()))
-            began_s = self._clock()
-            output = self.draft.execute(step)
-            rounds.append((step, self._clock() - began_s))
+            output = self.draft.execute(StepInput(tuple(asked.values())))
             failed = {*(output.failures or ()), *output.too_large}
             drawing = [(place, index) for index, place in enumerate(asked) if place in drafts and index not in failed]
             following = {}
@@ -116,7 +113,8 @@ class DraftedRunner:
         filled = list(parts)
         for place, token_ids in drafts.items():
             filled[place] = _filled(parts[place], wanted[place], token_ids)
-        return tuple(filled), Proposed({place: len(token_ids) for place, token_ids in drafts.items()}, tuple(rounds))
+        counts = {place: len(token_ids) for place, token_ids in drafts.items()}
+        return tuple(filled), Proposed(counts, self._clock() - began_s)
 
     def _ends(self, part: StepPart, token_id: int) -> bool:
         asked = part.sampling

@@ -49,6 +49,7 @@ class Engine:
         self.pool = GroupPool(runner.spec, runner.num_blocks)
         drafter = drafter_of(runner, limits.max_draft_tokens, limits.max_num_batched_tokens)
         self.scheduler = Scheduler(self.pool, limits, drafter)
+        self._draft_model = None if drafter is None else drafter.model
         self.sequences: dict[int, Sequence] = {}
         """Sequences that are not finished, by key."""
         self._fit = StepFit()
@@ -204,8 +205,8 @@ class Engine:
         eos_token_ids, max_model_len = self.runner.eos_token_ids, self.runner.max_model_len
         key_tokens, known, prefill = self.pool.key_tokens, self.sequences, Purpose.PREFILL
         generated = Generated.__new__  # see `Sequence.part`
-        if output.proposed is not None and self.scheduler.drafter is not None:
-            self.scheduler.drafter.commit(step, output, self.scheduler.costs)
+        if output.proposed is not None and self._draft_model is not None:
+            self._draft_model.commit(step, output)
         of_parts = zip(step.parts, output.sampled_token_ids, output.num_computed_tokens, strict=True)
         for index, (part, token_ids, num_computed_tokens) in enumerate(of_parts):
             if (sequence := known.get(part.sequence_key) or self._find(part.sequence_key)) is None:
@@ -293,13 +294,13 @@ class Engine:
         return Refused(sequence.key, reason)
 
     def learn(self, size: StepSize, took_s: float, proposing_s: float = 0.0) -> None:
-        """Update the step costs, and those of a draft model, with the time of a step of this size."""
+        """Update the step costs and the price of drafts with the time of a step of this size."""
         self._busy_s += took_s
         self._num_computed_tokens += size.num_new
         self._fit.observe(size, took_s - proposing_s)
         self.scheduler.costs = self.costs
         if self.scheduler.drafter is not None:
-            self.scheduler.drafter.learn(self._fit.draft_costs, took_s)
+            self.scheduler.drafter.price.observe(size, self.costs, took_s - proposing_s)
 
     def abandon(self, *steps: StepInput) -> list[Sequence]:
         """Remove the sequences of steps that cannot be executed. Return those that were not aborted already."""
@@ -361,7 +362,6 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """Return the engine's current load."""
-        drafter = self.scheduler.drafter
         to_compute = (s for s in self.sequences.values() if s.status in (Status.WAITING, Status.RUNNING))
         return EngineLoad(
             running=self.num_running,
@@ -374,8 +374,8 @@ class Engine:
             computed_tokens=self._num_computed_tokens + self._num_accepted_tokens,
             drafted_tokens=self._num_drafted_tokens,
             accepted_tokens=self._num_accepted_tokens,
-            model_drafted_tokens=0 if drafter is None else drafter.num_proposed,
-            model_accepted_tokens=0 if drafter is None else drafter.num_accepted,
+            model_drafted_tokens=0 if self._draft_model is None else self._draft_model.num_drafted,
+            model_accepted_tokens=0 if self._draft_model is None else self._draft_model.num_accepted,
         )
 
     def take_block_events(self) -> list[BlockChange]:

@@ -143,14 +143,8 @@ class Proposed(NamedTuple):
 
     counts: Mapping[int, int]
     """Numbers of proposed drafts, by part index."""
-    rounds: tuple[tuple[StepInput, float], ...]
-    """The draft model's steps with their durations in seconds. The first one computes known tokens, and each further
-    one a draft of the one before."""
-
-    @property
-    def took_s(self) -> float:
-        """Duration of all its steps, in seconds."""
-        return sum(took_s for _, took_s in self.rounds)
+    took_s: float
+    """Duration of the draft model's steps, in seconds."""
 
 
 class BlockCopy(NamedTuple):

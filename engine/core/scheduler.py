@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.costs import LEAST_SHARE, PRIOR, StepCosts
 from baton.hypotheses import Beam
@@ -235,8 +235,8 @@ class Scheduler:
             pinned: block tables that transfers hold, each as often as it is pinned.
         """
         self.blocks.check([*self.running, *self.reserved, *others], pinned)
-        if self.drafter is not None:
-            self.drafter.check()
+        if self.drafter is not None and self.drafter.model is not None:
+            self.drafter.model.check()
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Give a waiting sequence its cached prefix and all blocks that it is expected to need; all or nothing."""
@@ -351,15 +351,15 @@ class Scheduler:
         Blocks for drafts must not cause a preemption, now or in the next step: each running sequence must still be able
         to get one more block.
         """
-        guessed = drafter.drafts(plan.sequences, plan.parts, plan.budget, self.costs)
-        for place, token_ids in guessed.items():
+        for place, (token_ids, proposal) in drafter.drafts(plan.sequences, plan.parts, plan.budget).items():
             sequence = plan.sequences[place]
             missing = self.blocks.missing(sequence, sequence.num_tokens + len(token_ids))
             if any(missing) and self.pool.has_room([number + len(self.running) for number in missing]):
                 self.blocks.add(sequence, missing)
             if kept := token_ids[: sequence.num_block_tokens - sequence.num_tokens]:
                 plan.parts[place] = sequence.part(1, kept)
-        plan.parts = drafter.proposed(plan.sequences, plan.parts, self.costs)
+            if proposal is not None:
+                plan.parts[place] = plan.parts[place]._replace(proposal=replace(proposal, num_drafts=len(kept)))
 
     def _make_room(self, group: list[Sequence], plan: StepPlan) -> bool:
         """Preempt a sequence for sequences that need blocks. Return False if they cannot try again in this step."""

@@ -5,9 +5,7 @@ weights), a cost per sequence and a cost per token of context. Steps with a prom
 cost of prefill: the overhead, a cost per token and a cost per pair of tokens of which one attends to the other. Small
 prompts take no longer than reading the weights, so they do not count for prefill.
 
-Drafts are extra tokens of decoding sequences. Their cost is the time of steps with drafts beyond that of steps without
-(`draft_costs`). Steps with drafts do not change the first model, because the two costs could not be separated if all
-steps had drafts.
+Nothing is learned from steps with drafts: their time is measured against these costs (`draft_price`).
 """
 
 from __future__ import annotations
@@ -16,11 +14,7 @@ from dataclasses import dataclass
 
 from baton.costs import PRIOR, StepCosts
 from baton.fit import CostFit
-from engine.core.draft_costs import DraftCosts, DraftFit
 from engine.core.runner import StepInput
-
-LEAST_PLAIN = 5
-"""Number of decoding-only steps without drafts before the cost of drafts is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,23 +61,12 @@ class StepFit:
         self._decoding = CostFit((prior.s_overhead + prior.s_weights, prior.s_per_sequence, prior.s_per_kv_token))
         self._computing = CostFit((prior.s_overhead, prior.s_per_token, prior.s_per_pair))
         self.costs = prior
-        self._drafts = DraftFit()
-
-    @property
-    def draft_costs(self) -> DraftCosts:
-        """Costs of drafts as measured so far."""
-        return self._drafts.costs(self.costs.s_per_token)
 
     def observe(self, size: StepSize, took_s: float) -> None:
         """Learn from one step."""
-        self._drafts.fade()
-        is_decoding = size.num_new == size.num_decoding
-        if is_decoding and self._decoding.num_observations >= LEAST_PLAIN:
-            predicted_s = self.costs.step_s(0, 0, size.num_decoding, size.num_kv_tokens)
-            self._drafts.observe(size.num_decoding, size.num_drafts, predicted_s, took_s)
         if size.num_drafts:
             return
-        if is_decoding:
+        if size.num_new == size.num_decoding:
             self._decoding.observe((1.0, size.num_decoding, size.num_kv_tokens), took_s)
         else:
             costs = self.costs

@@ -116,7 +116,7 @@ def test_beside_scores_structures_and_drafts_answers_are_the_same(model_dir: Pat
     for max_draft_tokens in (0, 8):
         engine = engine_of(runner, max_draft_tokens)
         if engine.scheduler.drafter is not None:
-            engine.scheduler.drafter.costs = FREE
+            engine.scheduler.drafter.price = FREE
         (expected, _), (found, num_ahead) = (tokens_of(engine, specs, ahead=ahead) for ahead in (False, True))
         assert found == expected
         assert num_ahead > 5

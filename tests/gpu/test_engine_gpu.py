@@ -52,7 +52,7 @@ def test_tokens_equal_generate_in_float32_with_drafts(model_dir: Path) -> None:
         SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=512, output_reservation=512, max_draft_tokens=12),
     )
     assert engine.scheduler.drafter is not None
-    engine.scheduler.drafter.costs = FREE
+    engine.scheduler.drafter.price = FREE
     reference = load_reference(model_dir).cuda()
     reference.generation_config.eos_token_id = None
     reference.generation_config.pad_token_id = 2
@@ -86,7 +86,7 @@ def test_no_step_writes_all_scores_out_or_waits_for_a_plan(dtype: str, model_dir
     limits = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=1024, output_reservation=64, max_draft_tokens=12)
     engine = Engine(runner, limits)
     assert engine.scheduler.drafter is not None
-    engine.scheduler.drafter.costs = FREE
+    engine.scheduler.drafter.price = FREE
     for length in (3, 700, 3000):
         sequence = engine.add(make_spec(str(length), [7] * length), Purpose.GENERATE, now=0.0)
         sequence.ngrams = Sevens(1)

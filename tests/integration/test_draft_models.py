@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +16,13 @@ from baton.messages import SequenceSpec
 from deploy.models import cache_dir
 from engine.core.draft_runner import DraftedRunner
 from engine.core.engine import Engine
+from engine.core.ngrams import NO_GUESS
 from engine.core.runner import Runner
 from engine.core.sequence import Purpose
 from engine.core.step_fit import StepSize
 from engine.runners import make_runner
 from tests.integration.test_engine_models import ENGINE, VOCAB_SIZE, drafted_and_plain, engine_of, save_tiny
-from tests.support.builders import sequence_spec, step_costs
+from tests.support.builders import sequence_spec
 from tests.support.guessing import FREE, Told, run
 
 pytestmark = pytest.mark.integration
@@ -41,10 +41,10 @@ def engine_with(runner: Runner) -> Engine:
     drafter = engine.scheduler.drafter
     assert drafter is not None
     assert drafter.model is not None
-    drafter._looked_up = lambda sequence, most: None  # type: ignore[method-assign]
-    drafter.costs = FREE
-    drafter.model.budget.left_s = math.inf
-    engine.scheduler.costs = step_costs(s_weights=10.0)  # beside such a step the draft model's are free
+    drafter._looked_up = lambda sequence, most: NO_GUESS  # type: ignore[method-assign]
+    drafter.price = FREE
+    drafter.model.draft_s = lambda sequence, num_decoding: 0.0  # type: ignore[method-assign]
+    drafter.model.catching_up_s = lambda sequence: 0.0  # type: ignore[method-assign]
     return engine
 
 

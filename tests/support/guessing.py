@@ -5,18 +5,47 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
+from baton.costs import StepCosts
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
-from engine.core.draft_costs import DraftCosts, DraftCurve
+from engine.core.draft_price import DraftPrice
 from engine.core.engine import Engine
 from engine.core.ngrams import NO_GUESS, Guess, NgramIndex
 from engine.core.outputs import Generated, Output
 from engine.core.runner import StepInput
 from engine.core.sequence import Purpose
 from engine.core.sequence import Sequence as EngineSequence
+from engine.core.step_fit import StepSize
 
-FREE = DraftCosts({bits: DraftCurve((), 0.0) for bits in range(10)})
+STEP_S = 0.01
+
+
+class FixedPrice(DraftPrice):
+    """A price that no step changes, beside steps of 10 ms.
+
+    Args:
+        price: in tokens.
+    """
+
+    def __init__(self, price: float) -> None:
+        super().__init__()
+        self._price = price
+
+    def of(self, num_decoding: int, num_drafts: int) -> float:
+        return self._price
+
+    def most(self, num_decoding: int) -> int:
+        return 10**6
+
+    def token_s(self, num_decoding: int) -> float | None:
+        return STEP_S / max(1, num_decoding)
+
+    def observe(self, size: StepSize, costs: StepCosts, took_s: float) -> None:
+        pass
+
+
+FREE = FixedPrice(0.0)
 """Drafts cost nothing: each one that may be right is taken."""
 
 
@@ -84,7 +113,7 @@ def run(
             that; None: all are planned after that.
     """
     if known and engine.scheduler.drafter is not None:
-        engine.scheduler.drafter.costs = FREE
+        engine.scheduler.drafter.price = FREE
     added: list[EngineSequence] = []
     for spec in specs:
         added.append(engine.add(spec, Purpose.GENERATE, float(len(added))))

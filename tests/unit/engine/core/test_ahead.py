@@ -167,7 +167,7 @@ def test_drafts_are_behind_known_tokens_alone() -> None:
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, output_reservation=8, max_draft_tokens=4)
     engine = Engine(ArithmeticRunner(64), limits)
     assert engine.scheduler.drafter is not None
-    engine.scheduler.drafter.costs = FREE
+    engine.scheduler.drafter.price = FREE
     prompt = numbers(1, 20)
     expected = expected_tokens(prompt, 200)
     sequence = engine.add(make_spec(prompt, 200), Purpose.GENERATE, 0.0)

@@ -299,7 +299,7 @@ async def test_a_draft_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, output_reservation=32, max_draft_tokens=4)
     engine = Engine(ArithmeticRunner(64), limits)
     assert engine.scheduler.drafter is not None
-    engine.scheduler.drafter.costs = FREE
+    engine.scheduler.drafter.price = FREE
     monkeypatch.setattr(engine, "learn", lambda *took: None)
     beyond = []
     async with running(EngineLoop(engine, 8)) as loop:

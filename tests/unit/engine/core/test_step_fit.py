@@ -448,3 +448,10 @@ def test_an_overhead_that_prompts_show_is_not_bounded_by_decoding_that_was_never
         size = step_of(rng, "prompt")
         fit.observe(size, seconds_of(size, true) * rng.uniform(0.95, 1.05))
     assert fit.costs.s_overhead == near(5e-2, 0.1)
+
+
+def test_a_step_with_drafts_changes_no_cost() -> None:
+    fit = fitted(["decode", "prompt"], num_steps=50)
+    before = fit.costs
+    fit.observe(StepSize(num_new=1, num_decoding=1, num_kv_tokens=100, num_drafts=4), 5.0)
+    assert fit.costs == before
