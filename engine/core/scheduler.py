@@ -301,6 +301,6 @@ class Scheduler:
         sequence.num_computed_tokens = 0
 
 
-def _rank(sequence: Sequence) -> tuple[int, float, bool]:
-    """Return the sort key of preemption, last first: priority, arrival, whether it waits for other beams."""
-    return -sequence.spec.priority, sequence.arrival_s, sequence.waits_for_beams
+def _rank(sequence: Sequence) -> tuple[int, float]:
+    """Return the sort key of preemption: the greatest one is preempted first."""
+    return -sequence.spec.priority, sequence.arrival_s

@@ -314,11 +314,12 @@ def test_a_search_goes_on_in_another_engine_from_wherever_it_was(prompt: int, lo
     spec = spec_of("moves", prompt, max_tokens=24, logprobs=logprobs)
     engine = engine_of()
     engine.add(spec, Purpose.GENERATE, 0.0)
-    states, beams = [engine.hypotheses(spec)], list[Beam]()
+    states, beams, counts = [engine.hypotheses(spec)], list[Beam](), list[int]()
     while not engine.is_idle:
         for output in run_step(engine):
             assert isinstance(output, Generated)
             beams += output.beams
+            counts += [output.num_searched] * (not output.beams)
         states.append(engine.hypotheses(spec))
     assert states.pop() == NO_HYPOTHESES, "it is over"
     assert len(states) > 4
@@ -327,14 +328,16 @@ def test_a_search_goes_on_in_another_engine_from_wherever_it_was(prompt: int, lo
             spec, hypotheses=state, token_ids=(*spec.token_ids, *state.shared_token_ids()), request_id="moved"
         )
         require_servable(moved)
-        engine, found, later = engine_of(), list[Beam](), list[Hypotheses]()
+        engine, found, later, num_searched = engine_of(), list[Beam](), list[Hypotheses](), 0
         engine.add(moved, Purpose.GENERATE, 0.0)
         while not engine.is_idle:
             later.append(engine.hypotheses(moved))
             for output in run_step(engine):
                 assert isinstance(output, Generated)
                 found += output.beams
+                num_searched += output.num_searched
         assert found == beams
+        assert num_searched == sum(counts[place:]), "its start is no beam's next token"
         assert list(dict.fromkeys(later)) == list(dict.fromkeys(states[place:])), "it goes on from there"
 
 
@@ -407,28 +410,25 @@ def test_beams_that_do_not_fit_into_the_pool_are_computed_one_after_the_other() 
     assert run(engine_of(num_blocks=6), specs) == [expected(spec) for spec in specs]
 
 
-def parked(engine: Engine, spec: SequenceSpec) -> Sequence:
-    """A search of which one beam waits for room that the other one holds."""
-    sequence = engine.add(spec, Purpose.GENERATE, 1.0)
-    while not any(beam.waits_for_beams for beam in sequence.group):
+@pytest.mark.parametrize(("priority", "arrived_s", "is_first"), [(1, 2.0, True), (0, 0.0, True), (0, 2.0, False)])
+def test_beams_that_wait_for_others_give_way_only_to_what_comes_before_them(
+    priority: int, arrived_s: float, is_first: bool
+) -> None:
+    """Also to what is no beam: else it would wait for them, and they for a beam behind it."""
+    engine, spec = engine_of(num_blocks=8), spec_of("waits", 60, beam_width=3, ignore_eos=True, max_tokens=12)
+    search = engine.add(spec, Purpose.GENERATE, 1.0)
+    while not any(beam.waits_for_beams for beam in search.group):
         run_step(engine)
-    return sequence
-
-
-@pytest.mark.parametrize(("priority", "arrived_s", "is_first"), [(1, 2.0, True), (0, 0.0, False), (0, 2.0, False)])
-def test_beams_that_wait_give_way_to_what_may_run_before_them(priority: int, arrived_s: float, is_first: bool) -> None:
-    """Also to what is no beam: it would wait for them as they for what waits behind it."""
-    engine, spec = engine_of(num_blocks=6), spec_of("waits", 70, beam_width=2, ignore_eos=True)
-    search = parked(engine, spec)
-    urgent = replace(sequence_spec([5] * 80, "urgent", max_tokens=1), priority=priority)
-    other = engine.add(urgent, Purpose.GENERATE, arrived_s)
+    other = sequence_spec([5] * 40, "other", max_tokens=1)
+    engine.add(replace(other, priority=priority), Purpose.GENERATE, arrived_s)
     ends = []
     while not engine.is_idle:
-        outputs = run_step(engine)
-        assert outputs or engine.is_idle or engine.num_running
+        step, outputs = engine.schedule(0.0)
+        assert step, "nothing would wake the engine"
+        outputs += engine.commit(step, engine.runner.execute(step), 0.0)
         ends += [o for o in outputs if isinstance(o, Generated) and o.finish_reason is not None]
-    assert [end.sequence_key for end in ends] == ([other.key, search.key] if is_first else [search.key, other.key])
-    assert next([b.token_ids for b in end.beams] for end in ends if end.beams) == expected(spec)
+    assert [bool(end.beams) for end in ends] == [not is_first, is_first]
+    assert [beam.token_ids for beam in ends[is_first].beams] == expected(spec)
 
 
 def test_the_prompt_alone_is_computed_for_a_kv_transfer() -> None:
@@ -482,16 +482,19 @@ def test_the_first_output_comes_with_the_prompt() -> None:
     assert (last.num_searched, bool(last.beams)) == (0, True)
 
 
-def test_a_step_that_fails_ends_the_search_once() -> None:
-    engine = engine_of()
+@pytest.mark.parametrize("budget", [3, 40])
+def test_a_step_that_fails_ends_the_search_once(budget: int) -> None:
+    """Also the beams for which it had no room."""
+    engine = engine_of(budget=budget)
     sequence = engine.add(spec_of("failing", 5), Purpose.GENERATE, 0.0)
     other = engine.add(sequence_spec([5], "other"), Purpose.GENERATE, 0.0)
     for _ in range(4):
         run_step(engine)
     step, _ = engine.schedule(0.0)
-    assert len(step.parts) == 5
-    assert set(engine.abandon(step)) == {sequence, other}
+    assert len(step.parts) == min(budget, 5)
+    assert [each for each in engine.abandon(step) if each is not other] == [sequence]
     engine.check()
+    engine.end(other)
     assert engine.is_idle
 
 
