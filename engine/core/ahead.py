@@ -30,7 +30,7 @@ def is_possible(step: StepInput, sequences: SequenceOf[Sequence], scheduler: Sch
     Args:
         sequences: the sequences of the step's parts, in order.
     """
-    if step.copies or scheduler.branched or any(part.num_drafts for part in step.parts):
+    if step.copies or any(part.num_drafts for part in step.parts):
         return False
     if any(part.sample and each.needs_history for part, each in zip(step.parts, sequences, strict=True)):
         return False

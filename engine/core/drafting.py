@@ -109,7 +109,7 @@ class Drafter:
         """Return how many drafts one sequence may have; 0: none."""
         if not part.is_decoding or part.scores_prompt or sequence.purpose is Purpose.PREFILL:
             return 0
-        if sequence.search is not None or sequence.parent is not None:
+        if sequence.search is not None:
             return 0
         return min(self._most, self._num_left(sequence) - 1)
 

@@ -21,9 +21,9 @@ from collections.abc import Sequence as SequenceOf
 from baton.blocks import HASH_BLOCK
 from baton.cluster import BlockCounts
 from baton.costs import StepCosts
-from baton.errors import BatonError, InvalidRequest
-from baton.hypotheses import NO_HYPOTHESES, Hypotheses
-from baton.messages import SequenceSpec
+from baton.errors import BatonError
+from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
+from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, Candidates
 from engine.core import ahead
@@ -37,7 +37,7 @@ from engine.core.plan import Schedule
 from engine.core.requirements import require_computable, require_searchable
 from engine.core.runner import Runner, StepInput, StepOutput
 from engine.core.scheduler import Scheduler, SchedulerLimits
-from engine.core.sequence import Purpose, Sequence, Status
+from engine.core.sequence import Purpose, Search, Sequence, Status
 from engine.core.step_fit import StepFit, StepSize
 
 
@@ -69,8 +69,9 @@ class Engine:
         require_computable(spec, self.runner)
         sequence = Sequence(spec=spec, purpose=purpose, arrival_s=now)
         if spec.sampling.use_beam_search and purpose is not Purpose.PREFILL and spec.max_tokens:
-            require_searchable(spec, purpose, self.runner, self.scheduler.limits.max_num_beams)
-            sequence.search = BeamSearch.of(spec, self.runner.eos_token_ids, self.runner.max_model_len)
+            require_searchable(spec, purpose, self.runner, self.scheduler.limits.max_num_seqs)
+            state = BeamSearch.of(spec, self.runner.eos_token_ids, self.runner.max_model_len)
+            sequence.search = Search(state, sequence, [sequence])
         self.sequences[sequence.key] = sequence
         self.scheduler.add(sequence)
         return sequence
@@ -78,8 +79,8 @@ class Engine:
     def fork(self, parent: Sequence, spec: SequenceSpec, now: float) -> Sequence | None:
         """Add a sequence that continues from another one's computed tokens, between two steps.
 
-        It shares the parent's full blocks. Its first step copies the last, partial block and computes the last token of
-        `spec` again, so that the new sequence samples its own next token.
+        It shares the parent's full blocks. The next step copies the last, partial block. Its own first step computes
+        the last token of `spec` again, so that it samples its own next token.
 
         Args:
             spec: its tokens start with the tokens that the parent has computed, or are a prefix of them.
@@ -176,7 +177,7 @@ class Engine:
             step: the executing step, which must be the last one scheduled.
             begins_s: time at which it is expected to end.
         """
-        sequences = [self._known(part.sequence_key) for part in step.parts]
+        sequences = [self.sequences[part.sequence_key] for part in step.parts]
         if not ahead.is_possible(step, sequences, self.scheduler):
             return None
         for part, sequence in zip(step.parts, sequences, strict=True):
@@ -185,11 +186,8 @@ class Engine:
 
     def _scheduled(self, schedule: Schedule) -> tuple[StepInput, list[Output]]:
         for part in schedule.step.parts:
-            (self.sequences.get(part.sequence_key) or self._known(part.sequence_key)).in_flight += 1
+            self.sequences[part.sequence_key].in_flight += 1
         outputs: list[Output] = [Preempted(sequence.key) for sequence in schedule.preempted]
-        for parent in schedule.too_large:
-            reason = f"{parent.num_seats} beams do not fit into the {self.blocks.total} KV blocks of this worker"
-            outputs.append(self._refuse(parent, InvalidRequest(reason)))
         for sequence in schedule.admitted:
             num_cached_tokens = sequence.num_computed_tokens
             if sequence.status is Status.RESERVED:
@@ -207,17 +205,17 @@ class Engine:
         generated = Generated.__new__  # see `Sequence.part`
         if output.proposed is not None and self._draft_model is not None:
             self._draft_model.commit(step, output)
+        if step.copies:
+            for sequence in self.scheduler.running:
+                self.scheduler.blocks.copied(sequence)
         of_parts = zip(step.parts, output.sampled_token_ids, output.num_computed_tokens, strict=True)
         for index, (part, token_ids, num_computed_tokens) in enumerate(of_parts):
-            if (sequence := known.get(part.sequence_key) or self._find(part.sequence_key)) is None:
-                continue  # a beam whose search has just ended
+            sequence = known[part.sequence_key]
             sequence.in_flight -= 1
             if sequence.num_ahead_tokens:
                 sequence.catch_up()
-            if sequence.copies:
-                self.scheduler.blocks.copied(sequence)
-            if (sequence.parent or sequence).aborted:
-                self.end(sequence.owner)
+            if sequence.aborted:
+                self.end(sequence)
                 continue
             if (refusal := output.refusal(index)) is not None:
                 outputs.append(self._refuse(sequence.owner, refusal))
@@ -258,36 +256,59 @@ class Engine:
         return outputs + self._search(step, output.candidates, now) if output.candidates else outputs
 
     def _search(self, step: StepInput, candidates: Mapping[int, Candidates], now: float) -> list[Output]:
-        """Record the next tokens of beam searches."""
-        outputs, found = list[Output](), dict[Sequence, list[Candidates]]()
-        for index, of_beam in sorted(candidates.items()):
-            key = step.parts[index].sequence_key
-            if (sequence := self._find(key)) is not None:
-                found.setdefault(sequence.owner, []).append(of_beam)
-        for owner, of_beams in found.items():
-            is_first, owner.first_token_s = not owner.first_token_s, owner.first_token_s or now
-            report = owner.report() if is_first else None
-            if owner.search is None:  # only its prompt is computed here
-                outputs.append(Generated(owner.key, (), report=report))
-                self.scheduler.remove(owner, Status.HELD)
+        """Record the next tokens of beams. A search advances when all its beams are computed, in whatever steps."""
+        outputs = list[Output]()
+        for index, found in candidates.items():
+            if (sequence := self.sequences.get(step.parts[index].sequence_key)) is None:
+                continue  # it has just ended
+            report = None
+            if not sequence.first_token_s:
+                sequence.first_token_s = now
+                report = sequence.report()
+            search = sequence.search
+            if search is None:  # only its prompt is computed here
+                outputs.append(Generated(sequence.key, (), report=report))
+                self.scheduler.remove(sequence, Status.HELD)
                 continue
-            search, parents = owner.search.advance(of_beams)
-            outputs.append(Generated(owner.key, (), report=report, num_searched=len(of_beams)))
-            if not search.is_over:
-                self.scheduler.advance(owner, search, parents)
-                continue
-            self._finish(owner)
-            reason = search.finished[0].finish_reason if search.finished else FinishReason.STOP
-            outputs.append(Generated(owner.key, (), reason, beams=search.finished))
+            search.found[sequence] = found
+            if len(search.found) == len(search.beams):
+                outputs += self._advance(search, report, now)
         return outputs
 
-    def _find(self, key: int) -> Sequence | None:
-        return self.sequences.get(key) or self.scheduler.beams.get(key)
+    def _advance(self, search: Search, report: PrefillReport | None, now: float) -> list[Output]:
+        """Continue a search whose beams are all computed."""
+        begun, state, num_searched = search.beams, search.state, 0
+        found, search.found = [search.found[beam] for beam in begun], {}
+        places: tuple[int, ...] = (0,) * len(state.running)
+        if len(begun) == len(places):  # else the search continues another worker's, and its common start is computed
+            num_searched = len(begun)
+            state, places = state.advance(found)
+        outputs: list[Output] = [Generated(search.owner.key, (), report=report, num_searched=num_searched)]
+        if state.is_over:
+            self.end(search.owner)
+            reason = state.finished[0].finish_reason if state.finished else FinishReason.STOP
+            return [*outputs, Generated(search.owner.key, (), reason, beams=state.finished)]
+        for place in set(range(len(begun))).difference(places):
+            self._finish(begun[place])
+        search.state, search.beams = state, []
+        for beam, place in zip(state.running, places, strict=True):
+            self._continue(begun[place], beam, now)
+        return outputs
 
-    def _known(self, key: int) -> Sequence:
-        sequence = self._find(key)
-        assert sequence is not None, f"a step computes an unknown sequence: {key}"
-        return sequence
+    def _continue(self, parent: Sequence, beam: Beam, now: float) -> None:
+        """Give a beam a sequence: the one that it continues, or a fork of it if another beam has taken that."""
+        search, sequence, spec = parent.search, parent, parent.spec
+        assert search is not None
+        if parent in search.beams:
+            sequence = Sequence(spec=spec, purpose=Purpose.GENERATE, arrival_s=parent.arrival_s, search=search)
+            sequence.first_token_s = parent.first_token_s
+            self.sequences[sequence.key] = sequence
+        sequence.token_ids[spec.num_prompt_tokens :] = beam.token_ids
+        search.beams.append(sequence)
+        if sequence is not parent and parent.status is Status.RUNNING:
+            self.scheduler.fork(parent, sequence, now)
+        if sequence.status is Status.WAITING:  # it was preempted, or there is no room for the fork
+            self.scheduler.add(sequence)
 
     def _refuse(self, sequence: Sequence, reason: BatonError) -> Refused:
         self.end(sequence)  # a step that was planned ahead may still write its blocks
@@ -304,14 +325,15 @@ class Engine:
 
     def abandon(self, *steps: StepInput) -> list[Sequence]:
         """Remove the sequences of steps that cannot be executed. Return those that were not aborted already."""
-        found = (self._find(part.sequence_key) for step in steps for part in step.parts)  # None: refused meanwhile
-        sequences = list(dict.fromkeys(sequence.owner for sequence in found if sequence is not None))
-        for sequence in sequences:
-            sequence.in_flight = 0
-            self._finish(sequence)
+        found = (self.sequences.get(part.sequence_key) for step in steps for part in step.parts)
+        sequences = dict.fromkeys(sequence for sequence in found if sequence is not None)  # None: refused meanwhile
+        owners = dict.fromkeys(sequence.owner for sequence in sequences if not sequence.aborted)
+        for each in dict.fromkeys(beam for sequence in sequences for beam in sequence.group):
+            each.in_flight = 0
+            self._finish(each)
         self._pins.give_back(*self._read_by_next)
         self._read_by_next = []
-        return [sequence for sequence in sequences if not sequence.aborted]
+        return list(owners)
 
     def end(self, sequence: Sequence) -> None:
         """Remove a sequence, whatever its status, and free what it holds; idempotent.
@@ -319,17 +341,18 @@ class Engine:
         The blocks of a sequence in the executing step are freed at its commit. The caller must ensure that no transfer
         still writes the blocks of a RESERVED sequence; a transfer that reads has pinned them.
         """
-        if sequence.in_flight or any(beam.in_flight for beam in sequence.beams):
-            sequence.aborted = True
-        elif sequence.status is not Status.FINISHED:
-            self._finish(sequence)
+        for each in sequence.group:
+            if each.in_flight:
+                each.aborted = True
+            elif each.status is not Status.FINISHED:
+                self._finish(each)
 
     def hypotheses(self, spec: SequenceSpec) -> Hypotheses:
         """Return the state of this spec object's beam search; empty: there is none, or it cannot migrate."""
         if self.runner.spec.states:
             return NO_HYPOTHESES  # a transferred state is ahead of the beams' first tokens
         searches = (s.search for s in self.sequences.values() if s.search is not None and s.spec is spec)
-        return next((search.hypotheses for search in searches), NO_HYPOTHESES)
+        return next((search.state.hypotheses for search in searches), NO_HYPOTHESES)
 
     def num_cached_tokens(self, keys: SequenceOf[bytes]) -> int:
         """Return the length of the longest cached prefix of a chain of keys, one per `pool.key_tokens`."""
@@ -395,7 +418,5 @@ class Engine:
         self.scheduler.blocks.register_computed(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        self.scheduler.drop(sequence.beams)
-        sequence.beams = []
         self.scheduler.remove(sequence, Status.FINISHED)
         self.sequences.pop(sequence.key, None)

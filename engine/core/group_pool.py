@@ -121,11 +121,6 @@ class GroupPool:
         """Return whether these numbers of blocks, one per table, are available."""
         return all(number <= pool.num_available for pool, number in zip(self.pools, num_blocks, strict=True))
 
-    def num_copied(self, num_tokens: int) -> tuple[int, ...]:
-        """Return how many blocks of each table a fork copies that shares `num_tokens` tokens."""
-        partial = [num_blocks_for(num_tokens, size) - num_tokens // size for size in self.block_sizes]
-        return (*partial, *(1 for _ in self._state_pools))
-
     def allocate(self, num_blocks: Sequence[int]) -> BlockTables | None:
         """Take fresh blocks in every table, all or nothing. Return None if there are too few."""
         if not self.has_room(num_blocks):

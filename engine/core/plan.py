@@ -17,8 +17,6 @@ class Schedule:
     """Sequences that have their blocks now."""
     preempted: tuple[Sequence, ...] = ()
     """Sequences that have lost their blocks and wait again."""
-    too_large: tuple[Sequence, ...] = ()
-    """Parents whose beams do not fit even if no other sequence holds a block."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,7 +28,6 @@ class StepPlan:
     sequences: list[Sequence] = field(default_factory=list)
     parts: list[StepPart] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
-    too_large: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence, part: StepPart) -> None:
         """Add one sequence's part to the step."""

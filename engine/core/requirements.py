@@ -27,7 +27,7 @@ def require_computable(spec: SequenceSpec, runner: Runner) -> None:
 
 
 def require_searchable(spec: SequenceSpec, purpose: Purpose, runner: Runner, most: int) -> None:
-    """Require that a beam search can be computed here; a step has at most `most` beams.
+    """Require that a beam search can be computed here; at most `most` beams run.
 
     Raises:
         InvalidRequest: it has more beams.

@@ -20,8 +20,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from baton.costs import LEAST_SHARE, PRIOR, StepCosts
-from baton.hypotheses import Beam
-from engine.core.beams import BeamSearch
 from engine.core.drafting import Drafter
 from engine.core.group_pool import GroupPool
 from engine.core.kv_spec import BlockTables
@@ -46,11 +44,6 @@ class SchedulerLimits:
     max_draft_tokens: int = 0
     """Maximum number of drafts that a step checks per sequence, in addition to its next token."""
 
-    @property
-    def max_num_beams(self) -> int:
-        """Maximum number of beams that a step can compute together."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
-
 
 class Scheduler:
     """Selects the contents of each step and takes the blocks for it from the pool.
@@ -69,10 +62,6 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.reserved: list[Sequence] = []
-        self.branched: list[Sequence] = []
-        """Parents whose beams run."""
-        self.beams: dict[int, Sequence] = {}
-        """Beams of all parents, by key."""
         self.num_preemptions = 0
         self._preempted: list[Sequence] = []
         self._full_since_s: float | None = None
@@ -101,29 +90,20 @@ class Scheduler:
         plan = StepPlan(budget=self.limits.max_num_batched_tokens)
         self._preempted = []
         self._plan(plan, now)
-        if not plan.parts and self._due_parents():  # a parent was admitted with its whole prompt in the cache
-            self._plan(plan, now)
         if self.drafter is not None and may_draft and plan.budget > 0:
             self._draft(self.drafter, plan)
-        copies = [copy for sequence in plan.sequences if sequence.copies for copy in sequence.copies]
+        # All copies, also those of sequences without a part in this step: the step may change the state that they read.
+        copies = [copy for sequence in self.running if sequence.copies for copy in sequence.copies]
         step = StepInput(tuple(plan.parts), tuple(copies))
-        return Schedule(step, tuple(plan.admitted), tuple(self._preempted), tuple(plan.too_large))
+        return Schedule(step, tuple(plan.admitted), tuple(self._preempted))
 
     def _plan(self, plan: StepPlan, now: float) -> None:
-        for parent in self._due_parents():
-            if parent.is_due:  # not preempted by one before it
-                self._branch(parent, plan, now)
         for sequence in [s for s in self.running if len(s.token_ids) - s.num_computed_tokens == 1 and not s.aborted]:
             if plan.budget <= 0 or (self._preempted and sequence.status is not Status.RUNNING):
                 continue
-            is_alone, num_tokens = sequence.search is None and sequence.parent is None, len(sequence.token_ids)
-            if is_alone and num_tokens <= sequence.num_block_tokens:
+            num_tokens = len(sequence.token_ids)
+            if num_tokens <= sequence.num_block_tokens or self._grow(sequence, num_tokens, plan):
                 plan.add(sequence, sequence.part(1))
-                continue
-            group = [sequence] if is_alone else self._ready_group(sequence)
-            if group and len(group) <= plan.budget and self._grow(group, num_tokens, plan):
-                for each in group:
-                    plan.add(each, each.part(1))
         self._note_full(now)
         begun = [s for s in self.running if len(s.token_ids) - s.num_computed_tokens > 1 and not s.aborted]
         prompts = begun + self.waiting
@@ -133,9 +113,6 @@ class Scheduler:
                 prompts.sort(key=lambda sequence: urgency(sequence, now, self.costs, self.blocks, chunk))
             self._schedule_prompts(plan, prompts, now)
 
-    def _due_parents(self) -> list[Sequence]:
-        return [s for s in (*self.branched, *self.running) if s.search is not None and s.is_due]
-
     def _schedule_prompts(self, plan: StepPlan, prompts: list[Sequence], now: float) -> None:
         """Add prompt tokens to the step, the most urgent prompt first."""
         room_s = computing_room_s(plan.sequences, now, self.costs)
@@ -144,7 +121,7 @@ class Scheduler:
         for sequence in prompts:
             if sequence.status is Status.WAITING:
                 is_tried = may_admit and (plan.budget > 0 or sequence.awaits_kv)
-                if not is_tried or not self._admit(sequence, now):
+                if not is_tried or not (self._admit(sequence, now) or self._admit_instead(sequence, now)):
                     may_admit = False  # no other sequence overtakes the first that waits
                     if is_tried:
                         self._full_since_s = now
@@ -153,15 +130,12 @@ class Scheduler:
             if sequence.status is not Status.RUNNING or plan.budget <= 0:
                 continue
             num_missing, context = sequence.num_tokens - sequence.num_computed_tokens, sequence.num_computed_tokens
-            num_missing -= sequence.waits_for_others
-            if num_missing < 1:
-                continue
             if sequence.scores_prompt:
                 num_missing = min(num_missing, MAX_SCORED)
             num_tokens = min(plan.budget, num_missing)
             within = self.costs.tokens_within(room_s, context, num_tokens) if room_s < math.inf else num_tokens
             num_tokens = min(num_tokens, max(within, least))
-            if num_tokens < 1 or not self._grow([sequence], context + num_tokens, plan):
+            if num_tokens < 1 or not self._grow(sequence, context + num_tokens, plan):
                 plan.budget = 0 if num_tokens < 1 else plan.budget
                 continue
             plan.add(sequence, sequence.part(num_tokens))
@@ -180,8 +154,8 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence, now: float, num_blocks: tuple[int, ...] = ()) -> bool:
         """Start a new sequence that continues from the computed tokens that it shares with a running one.
 
-        It computes its last known token itself, so that it samples its own next one. Full blocks are shared; the
-        child's first step copies the last one.
+        It computes its last known token itself, so that it samples its own next one. Full blocks are shared; the next
+        step copies the last one.
 
         Args:
             num_blocks: minimum length of each of its block tables; empty: as the shared tokens need.
@@ -189,9 +163,8 @@ class Scheduler:
         Returns:
             False, with nothing changed, if there is no room for it.
         """
-        return self._num_seats_left() > 0 and self._fork(parent, child, now, num_blocks)
-
-    def _fork(self, parent: Sequence, child: Sequence, now: float, num_blocks: tuple[int, ...] = ()) -> bool:
+        if not self._has_seat(child):
+            return False
         num_shared = min(parent.num_computed_tokens, child.num_tokens - 1)
         forked = self.pool.fork(parent.block_ids, num_shared, num_blocks)
         if forked is None:
@@ -205,27 +178,12 @@ class Scheduler:
 
     def remove(self, sequence: Sequence, status: Status) -> None:
         """Remove a sequence from all queues. Its blocks are freed unless its new status is HELD."""
-        for queue in (self.waiting, self.running, self.reserved, self.branched):
+        for queue in (self.waiting, self.running, self.reserved):
             if sequence in queue:
                 queue.remove(sequence)
         sequence.status = status
         if status is not Status.HELD:
             self.blocks.give_back(sequence)
-
-    def drop(self, beams: Iterable[Sequence]) -> None:
-        """Remove beams for good."""
-        for beam in beams:
-            self.remove(beam, Status.FINISHED)
-            self.beams.pop(beam.key, None)
-
-    def advance(self, parent: Sequence, search: BeamSearch, places: tuple[int, ...]) -> None:
-        """Record the result of a step of a search. Beams without a continuation are dropped."""
-        parent.search, kept = search, sorted(set(places))
-        if parent.beams:
-            self.drop([beam for place, beam in enumerate(parent.beams) if place not in kept])
-            parent.beams = [parent.beams[place] for place in kept]
-            places = tuple(kept.index(place) for place in places)
-        parent.places = places
 
     def check(self, others: Iterable[Sequence] = (), pinned: Iterable[BlockTables] = ()) -> None:
         """Assert that the accounting is correct.
@@ -240,7 +198,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Give a waiting sequence its cached prefix and all blocks that it is expected to need; all or nothing."""
-        if self._num_seats_left() < sequence.num_seats:
+        if not self._has_seat(sequence):
             return False
         siblings = self.running if sequence.spec.choice_index else ()
         sibling = next((each for each in siblings if sequence.may_fork(each, has_state=self.pool.has_states)), None)
@@ -270,79 +228,39 @@ class Scheduler:
         sequence.status = Status.RESERVED if receives else Status.RUNNING
         (self.reserved if receives else self.running).append(sequence)
 
-    def _num_seats_left(self) -> int:
-        """Return how many more sequences may run. A parent takes the seats of all its beams."""
-        admitted = (*self.running, *self.reserved, *self.branched)
-        return self.limits.max_num_seqs - sum(s.num_seats for s in admitted if s.parent is None)
+    def _has_seat(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may run. A beam search takes the seats of all its beams while one of them runs."""
+        admitted = (*self.running, *self.reserved, sequence)
+        widths = {s.search: s.search.state.width for s in admitted if s.search is not None}
+        return sum(s.search is None for s in admitted) + sum(widths.values()) <= self.limits.max_num_seqs
 
-    def _ready_group(self, sequence: Sequence) -> list[Sequence]:
-        """Return the sequences that must decode together, if this is their first one and all are ready; else
-        nothing.
+    def _admit_instead(self, sequence: Sequence, now: float) -> bool:
+        """Admit a sequence instead of beams that wait for others of their search, which may be this one.
+
+        Without this rule, beams could wait for each other forever. Their next tokens are already known, and most of
+        their blocks stay in the cache.
         """
-        if sequence.is_due:
-            return []
-        group = sequence.group
-        is_ready = group[0] is sequence and not sequence.owner.is_due
-        return group if is_ready and all(each.num_missing_tokens == 1 for each in group) else []
+        while beams := [s for s in self.running if s.waits_for_beams and _rank(s) >= _rank(sequence)]:
+            self._preempt(max(beams, key=_rank))
+            if self._admit(sequence, now):
+                return True
+        return False
 
-    def _branch(self, parent: Sequence, plan: StepPlan, now: float) -> None:
-        """Fork a parent, or its beams, so that each beam of the search has a sequence; all or none.
-
-        The first beam that continues a sequence takes its place.
-        """
-        assert parent.search is not None
-        begun = parent.beams or [parent]
-        places = parent.places or (0,) * len(parent.search.running)
-        if not parent.beams:
-            self.blocks.crop(parent)
-        kept = set(places)
-        missing = [(len(places) - len(kept)) * each for each in self.pool.num_copied(begun[0].num_computed_tokens)]
-        while not self.pool.has_room(missing):
-            if not self._make_room(begun, plan):
-                return
-        beams = []
-        for beam, place in zip(parent.search.running, places, strict=True):
-            if place in kept:
-                kept.remove(place)
-                begun[place] = sequence = self._continued(begun[place], beam)
-            else:
-                sequence = parent.beam(beam.token_ids)
-                forked = self._fork(begun[place], sequence, now)
-                assert forked, "there was room for all beams"
-            self.beams[sequence.key] = sequence
-            beams.append(sequence)
-        parent.beams, parent.places = beams, None
-
-    def _continued(self, begun: Sequence, beam: Beam) -> Sequence:
-        """Return the sequence of a beam that continues another: the same one, or a new one that takes over a parent's
-        KV.
-        """
-        if begun.parent is not None:
-            begun.token_ids.append(beam.token_ids[-1])
-            return begun
-        sequence = begun.beam(beam.token_ids)
-        begun.give_to(sequence)
-        self.remove(begun, Status.BRANCHED)
-        self.branched.append(begun)
-        self.running.append(sequence)
-        return sequence
-
-    def _grow(self, group: list[Sequence], num_tokens: int, plan: StepPlan) -> bool:
-        """Take blocks for the first `num_tokens` tokens of sequences that decode together, all or none.
+    def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Take blocks for the first `num_tokens` tokens of a sequence.
 
         If no blocks are left, the youngest sequence of the lowest priority is preempted. It then becomes the most
         urgent one that waits, and is recomputed from what the cache still holds. PREFILL sequences are not preempted,
         because a transfer may be reading their blocks; they got all their blocks at admission, so they never need to
         grow.
         """
-        if all(num_tokens <= sequence.num_block_tokens for sequence in group):
+        if num_tokens <= sequence.num_block_tokens:
             return True
-        missing = [self.blocks.missing(sequence, num_tokens) for sequence in group]
-        while not self.pool.has_room([sum(numbers) for numbers in zip(*missing, strict=True)]):
-            if not self._make_room(group, plan):
+        missing = self.blocks.missing(sequence, num_tokens)
+        while not self.pool.has_room(missing):
+            if not self._make_room(sequence, plan):
                 return False
-        for sequence, numbers in zip(group, missing, strict=True):
-            self.blocks.add(sequence, numbers)
+        self.blocks.add(sequence, missing)
         return True
 
     def _draft(self, drafter: Drafter, plan: StepPlan) -> None:
@@ -361,29 +279,28 @@ class Scheduler:
             if proposal is not None:
                 plan.parts[place] = plan.parts[place]._replace(proposal=replace(proposal, num_drafts=len(kept)))
 
-    def _make_room(self, group: list[Sequence], plan: StepPlan) -> bool:
-        """Preempt a sequence for sequences that need blocks. Return False if they cannot try again in this step."""
-        owner, taken = group[0].owner, {sequence.owner for sequence in plan.sequences}
+    def _make_room(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Preempt a sequence for one that needs blocks. Return False if it cannot try again in this step."""
         preemptible = [s for s in self.running if s.purpose is not Purpose.PREFILL]
-        if all(sequence.owner is owner for sequence in preemptible):
-            # No other sequence can be preempted: the other blocks belong to transfers, which end.
-            if owner.search and owner not in (*taken, *plan.too_large) and self.blocks.holds_all(preemptible):
-                plan.too_large.append(owner)
-            return False
-        candidates = (s for s in preemptible if s.owner not in taken)
-        victim = max(candidates, key=lambda s: (-s.spec.priority, s.arrival_s), default=None)
+        if preemptible == [sequence]:
+            return False  # the other blocks belong to transfers, which end
+        taken = set(plan.sequences)
+        victim = max((s for s in preemptible if s not in taken), key=_rank, default=None)
         if victim is None:
             return False
-        self._preempt(victim.owner)
-        return victim.owner is not owner
+        self._preempt(victim)
+        return victim is not sequence
 
     def _preempt(self, sequence: Sequence) -> None:
         assert not sequence.in_flight, f"{sequence.sequence_id} is preempted while a step computes it"
         self.num_preemptions += 1
         self._preempted.append(sequence)
-        self.drop(sequence.beams)
         self.remove(sequence, Status.WAITING)
+        if not sequence.waits_for_beams:
+            self.waiting.insert(0, sequence)
         sequence.num_computed_tokens = 0
-        if sequence.search is not None:
-            sequence.fold()
-        self.waiting.insert(0, sequence)
+
+
+def _rank(sequence: Sequence) -> tuple[int, float]:
+    """Return the sort key of preemption: the greatest one is preempted first."""
+    return -sequence.spec.priority, sequence.arrival_s

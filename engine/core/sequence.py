@@ -8,7 +8,7 @@ from enum import Enum
 
 from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
-from baton.scores import NO_SCORES, TokenScores
+from baton.scores import NO_SCORES, Candidates, TokenScores
 from engine.core.beams import BeamSearch
 from engine.core.kv_spec import BlockTables
 from engine.core.ngrams import NgramIndex
@@ -40,10 +40,21 @@ class Status(Enum):
     """Holds blocks that the engine reads and writes."""
     HELD = "held"
     """Finished here, blocks kept for the sender until the sequence is ended."""
-    BRANCHED = "branched"
-    """Holds nothing: its beams hold blocks and run."""
     FINISHED = "finished"
     """Holds nothing any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """A beam search in an engine. The scheduler treats its beams like any other sequences."""
+
+    state: BeamSearch
+    owner: Sequence
+    """The sequence by which callers know the search. It computes the tokens that all beams start with."""
+    beams: list[Sequence] = field(default_factory=list)
+    """A sequence for each running beam, in their order; at the start only `owner`."""
+    found: dict[Sequence, Candidates] = field(default_factory=dict)
+    """Next tokens of the beams that are computed. When all are there, the search advances."""
 
 
 _KEYS = itertools.count()
@@ -72,7 +83,7 @@ class Sequence:
     num_block_tokens: int = 0
     """Tokens that the blocks of every layer group hold."""
     copies: tuple[BlockCopy, ...] = ()
-    """Copies that its first step performs after a fork. The sources are held until then."""
+    """Copies that the next step performs after a fork. The sources are held until then."""
     block_keys: list[bytes] = field(default_factory=list)
     """Keys of the leading full blocks, as far as they were hashed; one per `GroupPool.key_tokens` tokens."""
     num_registered_keys: int = 0
@@ -91,16 +102,8 @@ class Sequence:
     first_token_s: float = 0.0
     prompt_scores: list[TokenScores] = field(default_factory=list)
     """Scores of its prompt's tokens, one entry per step, until they are reported."""
-    search: BeamSearch | None = None
-    """The beam search of a parent; None: not a parent. A parent computes the shared tokens of all beams, and then each
-    beam is a sequence."""
-    beams: list[Sequence] = field(default_factory=list)
-    """Beams of a branched parent, in the order of the search."""
-    places: tuple[int, ...] | None = None
-    """Index in `beams` that each beam of the next step continues (the parent if there are no beams); None: `beams` are
-    already those of the next step."""
-    parent: Sequence | None = None
-    """The parent, if this is one of its beams."""
+    search: Search | None = None
+    """The beam search of which this is a beam, or whose start it computes; None: there is none."""
     most_tokens: int = field(init=False)
     """Tokens of its prompt and its whole response, limited by the model's maximum length."""
     stop_token_ids: tuple[int, ...] = field(init=False)
@@ -161,56 +164,18 @@ class Sequence:
 
     @property
     def owner(self) -> Sequence:
-        """The sequence that callers know: a beam's parent, or this sequence itself."""
-        return self if self.parent is None else self.parent
+        """The sequence that callers know: the first one of its beam search, or this sequence itself."""
+        return self if self.search is None else self.search.owner
 
     @property
-    def group(self) -> list[Sequence]:
-        """The sequences that must decode together: all beams of its parent, or only itself."""
-        return [self] if self.parent is None else self.parent.beams
+    def group(self) -> tuple[Sequence, ...]:
+        """The sequences that end together: all beams of its search, or only itself."""
+        return (self,) if self.search is None else tuple(self.search.beams)
 
     @property
-    def num_seats(self) -> int:
-        """Maximum number of sequences that run for it."""
-        return 1 if self.search is None else self.search.width
-
-    @property
-    def is_due(self) -> bool:
-        """True if this parent must branch before the next step."""
-        if self.places is not None or self.search is None:
-            return self.places is not None
-        return len(self.search.running) > 1 and self.status is Status.RUNNING and self.num_missing_tokens == 1
-
-    @property
-    def waits_for_others(self) -> bool:
-        """True if its last known token is computed together with the other beams' tokens, or by the beams."""
-        return self.parent is not None or (self.search is not None and len(self.search.running) > 1)
-
-    def beam(self, token_ids: tuple[int, ...]) -> Sequence:
-        """Return a beam of this parent.
-
-        Args:
-            token_ids: the beam's output so far.
-        """
-        beam = Sequence(spec=self.spec, purpose=Purpose.GENERATE, arrival_s=self.arrival_s, parent=self)
-        beam.token_ids = [*self.spec.token_ids[: self.spec.num_prompt_tokens], *token_ids]
-        beam.first_token_s = self.first_token_s
-        return beam
-
-    def give_to(self, beam: Sequence) -> None:
-        """Transfer the ownership of everything that this parent holds to one of its beams."""
-        beam.status, beam.was_admitted = Status.RUNNING, True
-        for name in ("block_ids", "num_block_tokens", "num_kv_tokens", "num_registered_keys", "num_computed_tokens"):
-            setattr(beam, name, getattr(self, name))
-        beam.block_keys = list(self.block_keys)
-        self.block_ids = ()
-
-    def fold(self) -> None:
-        """Turn a parent back into one sequence, which computes the shared tokens of its beams."""
-        assert self.search is not None
-        prompt_ids = self.spec.token_ids[: self.spec.num_prompt_tokens]
-        self.token_ids = [*prompt_ids, *self.search.hypotheses.shared_token_ids()]
-        self.beams, self.places, self.num_computed_tokens = [], None, 0
+    def waits_for_beams(self) -> bool:
+        """True if all its tokens are computed, and its search waits for other beams."""
+        return self.search is not None and len(self.token_ids) == self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable
 
 from baton.blocks import block_keys
 from engine.core.group_pool import GroupPool
-from engine.core.kv_spec import EMPTY_PLACE, BlockTables
+from engine.core.kv_spec import BlockTables
 from engine.core.sequence import Purpose, Sequence, Status
 
 
@@ -39,12 +38,6 @@ class SequenceBlocks:
         blocks = self.pool.allocate(tuple(num_blocks))
         assert blocks is not None, "the pool has no room for the blocks"
         self.take(sequence, tuple(table + new for table, new in zip(sequence.block_ids, blocks, strict=True)))
-
-    def crop(self, sequence: Sequence) -> None:
-        """Free the blocks that a sequence holds for tokens that are not computed yet."""
-        used = self.pool.num_blocks_for(sequence.num_computed_tokens)
-        self.pool.release([table[number:] for table, number in zip(sequence.block_ids, used, strict=True)])
-        self.take(sequence, tuple(table[:number] for table, number in zip(sequence.block_ids, used, strict=True)))
 
     def give_back(self, sequence: Sequence) -> None:
         """Free a sequence's blocks."""
@@ -100,13 +93,6 @@ class SequenceBlocks:
             return sequence.num_tokens
         return self.pool.num_matching_tokens(self.reusable_keys(sequence))
 
-    def holds_all(self, sequences: Collection[Sequence]) -> bool:
-        """Return whether these sequences hold every block that is in use."""
-        held = {(place, block) for s in sequences for place, table in enumerate(s.block_ids) for block in table}
-        held |= {(copy.group, copy.source) for sequence in sequences for copy in sequence.copies}
-        number = Counter(place for place, block in held if block != EMPTY_PLACE)
-        return all(pool.counts().in_use == number[place] for place, pool in enumerate(self.pool.pools))
-
     def check(self, holders: Collection[Sequence], pinned: Iterable[BlockTables] = ()) -> None:
         """Assert that these sequences and the pins hold every block in use."""
         copies = (copy for sequence in holders for copy in sequence.copies)
@@ -125,9 +111,12 @@ class SequenceBlocks:
         return self._keys(sequence, num_keys)[:num_keys]
 
     def num_expected(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return the blocks for the known tokens and the expected rest of the output, at most the pool's size."""
+        """Return the blocks for the known tokens and the expected rest of the output, at most the pool's size.
+
+        A beam reserves nothing: only its known tokens are certain to be its own.
+        """
         num_tokens = sequence.num_tokens
-        if sequence.purpose is not Purpose.PREFILL:
+        if sequence.purpose is not Purpose.PREFILL and sequence.search is None:
             num_left = sequence.spec.max_tokens - sequence.num_output_tokens
             expected = sequence.spec.num_expected_tokens or self._output_reservation
             num_tokens += min(num_left, max(0, expected - sequence.num_output_tokens))

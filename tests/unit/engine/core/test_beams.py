@@ -235,31 +235,39 @@ def test_a_prompt_is_computed_once_for_all_beams() -> None:
     assert num_computed == 70 + 5 * 4
 
 
-def test_a_step_has_all_beams_or_none() -> None:
-    """Others share the budget, of which there is too little now and then."""
-    engine = engine_of(max_num_seqs=12, budget=5)
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("budget", [1, 3, 5])
+def test_beams_that_do_not_fit_into_a_step_wait_for_each_other(budget: int, with_state: bool) -> None:
+    engine, counts = engine_of(max_num_seqs=12, budget=budget, with_state=with_state), set[int]()
     others = [sequence_spec([n + 1], f"other-{n}", max_tokens=9 + 3 * n) for n in range(4)]
-    for spec in (*others, spec_of("group", 3)):
-        engine.add(spec, Purpose.GENERATE, 0.0)
-    counts = set[int]()
+    spec = spec_of("group", 3)
+    for each in (*others, spec):
+        engine.add(each, Purpose.GENERATE, 0.0)
+    found: list[tuple[int, ...]] = []
     while not engine.is_idle:
         step, _ = engine.schedule(0.0)
         counts.add(sum(part.sampling.use_beam_search and part.is_decoding for part in step.parts))
-        assert step.num_scheduled_tokens <= 5
-        engine.commit(step, engine.runner.execute(step), 0.0)
+        assert 0 < step.num_scheduled_tokens <= budget
+        for output in engine.commit(step, engine.runner.execute(step), 0.0):
+            assert isinstance(output, Generated)
+            found += [beam.token_ids for beam in output.beams]
         engine.check()
-    assert counts == {0, 4}
+    assert found == expected(spec, with_state=with_state)
+    assert max(counts) == min(budget, 4)
+    assert counts & {1, 2, 3}
 
 
 def test_a_group_takes_the_seats_of_all_its_beams() -> None:
     engine = engine_of(max_num_seqs=6)
     for spec in (spec_of("one", 5), spec_of("two", 5), sequence_spec([3], "plain", max_tokens=3)):
         engine.add(spec, Purpose.GENERATE, 0.0)
-    most = 0
+    began = []
     while not engine.is_idle:
         run_step(engine)
-        most = max(most, engine.num_running)
-    assert most == 4, "the second search waits for the first, and nobody overtakes it"
+        names = dict.fromkeys(sequence.spec.request_id for sequence in engine.scheduler.running)
+        began += [name for name in names if name not in began]
+        assert not {"one", "two"} <= set(names), "the second search waits for the first"
+    assert began == ["one", "two", "plain"], "nobody overtakes it"
     with pytest.raises(InvalidRequest, match="num_beams 7 is too large; this worker computes at most 6"):
         engine.add(spec_of("wide", 5, beam_width=7), Purpose.GENERATE, 0.0)
 
@@ -277,16 +285,18 @@ def test_a_group_that_gave_way_goes_on_from_its_beams(num_blocks: int, with_stat
     assert [got[spec.request_id] for spec in searches] == [expected(spec, with_state=with_state) for spec in searches]
 
 
-@pytest.mark.parametrize("prompt", range(10, 30))
-def test_a_search_that_is_preempted_again_and_again_never_stands_still(prompt: int) -> None:
+@pytest.mark.parametrize("num_preempted", [1, 2, 4])
+@pytest.mark.parametrize("prompt", range(10, 30, 2))
+def test_a_search_that_is_preempted_again_and_again_never_stands_still(prompt: int, num_preempted: int) -> None:
     """Also where all that its beams begin with is in the cache."""
     engine = engine_of()
     spec = spec_of("again", prompt, ignore_eos=True, max_tokens=24)
     parent = engine.add(spec, Purpose.GENERATE, 0.0)
     found: list[tuple[int, ...]] = []
     for now in itertools.count():
-        if now % 5 == 4 and parent.status is Status.BRANCHED:
-            engine.scheduler._preempt(parent)
+        if now % 5 == 4:
+            for each in parent.group[-num_preempted:]:
+                engine.scheduler._preempt(each)
         step, _ = engine.schedule(0.0)
         assert step
         for output in engine.commit(step, engine.runner.execute(step), 0.0):
@@ -304,11 +314,12 @@ def test_a_search_goes_on_in_another_engine_from_wherever_it_was(prompt: int, lo
     spec = spec_of("moves", prompt, max_tokens=24, logprobs=logprobs)
     engine = engine_of()
     engine.add(spec, Purpose.GENERATE, 0.0)
-    states, beams = [engine.hypotheses(spec)], list[Beam]()
+    states, beams, counts = [engine.hypotheses(spec)], list[Beam](), list[int]()
     while not engine.is_idle:
         for output in run_step(engine):
             assert isinstance(output, Generated)
             beams += output.beams
+            counts += [output.num_searched] * (not output.beams)
         states.append(engine.hypotheses(spec))
     assert states.pop() == NO_HYPOTHESES, "it is over"
     assert len(states) > 4
@@ -317,14 +328,16 @@ def test_a_search_goes_on_in_another_engine_from_wherever_it_was(prompt: int, lo
             spec, hypotheses=state, token_ids=(*spec.token_ids, *state.shared_token_ids()), request_id="moved"
         )
         require_servable(moved)
-        engine, found, later = engine_of(), list[Beam](), list[Hypotheses]()
+        engine, found, later, num_searched = engine_of(), list[Beam](), list[Hypotheses](), 0
         engine.add(moved, Purpose.GENERATE, 0.0)
         while not engine.is_idle:
             later.append(engine.hypotheses(moved))
             for output in run_step(engine):
                 assert isinstance(output, Generated)
                 found += output.beams
+                num_searched += output.num_searched
         assert found == beams
+        assert num_searched == sum(counts[place:]), "its start is no beam's next token"
         assert list(dict.fromkeys(later)) == list(dict.fromkeys(states[place:])), "it goes on from there"
 
 
@@ -389,17 +402,33 @@ def run_mixed(engine: Engine, specs: list[SequenceSpec]) -> dict[str, list[tuple
     return found
 
 
-def test_beams_that_fit_nowhere_are_refused() -> None:
-    """Alone in the pool, at the begin or later; what waits behind them goes on."""
-    engine = engine_of(num_blocks=6)
-    large = engine.add(spec_of("large", 60, max_tokens=30, ignore_eos=True, beam_width=8), Purpose.GENERATE, 0.0)
-    small = engine.add(spec_of("small", 5, max_tokens=4, beam_width=2), Purpose.GENERATE, 0.0)
-    outputs = [output for _ in range(60) for output in run_step(engine)]
-    (refused,) = [output for output in outputs if isinstance(output, Refused)]
-    assert refused.sequence_key == large.key
-    assert "8 beams do not fit into the 6 KV blocks of this worker" in str(refused.error)
-    assert any(isinstance(output, Generated) and output.beams for output in outputs if output.sequence_key == small.key)
-    assert engine.is_idle
+def test_beams_that_do_not_fit_into_the_pool_are_computed_one_after_the_other() -> None:
+    specs = [
+        spec_of("large", 60, max_tokens=30, ignore_eos=True, beam_width=8),
+        spec_of("small", 5, max_tokens=4, beam_width=2),
+    ]
+    assert run(engine_of(num_blocks=6), specs) == [expected(spec) for spec in specs]
+
+
+@pytest.mark.parametrize(("priority", "arrived_s", "is_first"), [(1, 2.0, True), (0, 0.0, True), (0, 2.0, False)])
+def test_beams_that_wait_for_others_give_way_only_to_what_comes_before_them(
+    priority: int, arrived_s: float, is_first: bool
+) -> None:
+    """Also to what is no beam: else it would wait for them, and they for a beam behind it."""
+    engine, spec = engine_of(num_blocks=8), spec_of("waits", 60, beam_width=3, ignore_eos=True, max_tokens=12)
+    search = engine.add(spec, Purpose.GENERATE, 1.0)
+    while not any(beam.waits_for_beams for beam in search.group):
+        run_step(engine)
+    other = sequence_spec([5] * 40, "other", max_tokens=1)
+    engine.add(replace(other, priority=priority), Purpose.GENERATE, arrived_s)
+    ends = []
+    while not engine.is_idle:
+        step, outputs = engine.schedule(0.0)
+        assert step, "nothing would wake the engine"
+        outputs += engine.commit(step, engine.runner.execute(step), 0.0)
+        ends += [o for o in outputs if isinstance(o, Generated) and o.finish_reason is not None]
+    assert [bool(end.beams) for end in ends] == [not is_first, is_first]
+    assert [beam.token_ids for beam in ends[is_first].beams] == expected(spec)
 
 
 def test_the_prompt_alone_is_computed_for_a_kv_transfer() -> None:
@@ -453,16 +482,19 @@ def test_the_first_output_comes_with_the_prompt() -> None:
     assert (last.num_searched, bool(last.beams)) == (0, True)
 
 
-def test_a_step_that_fails_ends_the_search_once() -> None:
-    engine = engine_of()
+@pytest.mark.parametrize("budget", [3, 40])
+def test_a_step_that_fails_ends_the_search_once(budget: int) -> None:
+    """Also the beams for which it had no room."""
+    engine = engine_of(budget=budget)
     sequence = engine.add(spec_of("failing", 5), Purpose.GENERATE, 0.0)
     other = engine.add(sequence_spec([5], "other"), Purpose.GENERATE, 0.0)
     for _ in range(4):
         run_step(engine)
     step, _ = engine.schedule(0.0)
-    assert len(step.parts) == 5
-    assert set(engine.abandon(step)) == {sequence, other}
+    assert len(step.parts) == min(budget, 5)
+    assert [each for each in engine.abandon(step) if each is not other] == [sequence]
     engine.check()
+    engine.end(other)
     assert engine.is_idle
 
 
@@ -511,7 +543,7 @@ def test_random_cancels_leave_nothing_behind() -> None:
             num_cancelled += 1
         if step:
             engine.commit(step, engine.runner.execute(step), float(number))
-        running = [sequence for sequence in running if sequence.status is not Status.FINISHED]
+        running = [each for each in running if any(beam.status is not Status.FINISHED for beam in each.group)]
         if running and draw.random() < 0.2:  # between two steps
             engine.end(running.pop(draw.randrange(len(running))))
             num_cancelled += 1
