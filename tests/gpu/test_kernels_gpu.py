@@ -69,7 +69,7 @@ def test_decodes_by_flashinfer_are_torchs(dim: int, num_sharing: int, dtype: tor
     from engine.model.flashinfer_attention import FlashInferAttention
 
     spec = spec_of(dim, dtype)
-    assert why_not_flashinfer(spec, dtype) is None
+    assert why_not_flashinfer(spec, shape_of(spec, num_sharing), dtype) is None
     cache = probe_cache(spec, CUDA)
     ways = (TorchAttention(cache), FlashInferAttention(cache, (num_sharing,), dtype, PROBE_ROOM))
     difference = largest_difference(cache, ProbedHeads((num_sharing,)), dtype, ways)

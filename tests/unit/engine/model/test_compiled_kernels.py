@@ -72,7 +72,7 @@ def test_no_register_is_spilled(case: tuple[str, int, int], arch: int, compiler:
     ids=["limited", "sinks"],
 )
 def test_no_register_is_spilled_for_other_scores(
-    case: tuple[str, int, int], terms: dict[str, bool], arch: int, compiler: Executor
+    case: tuple[str, int, int], terms: dict[str, Any], arch: int, compiler: Executor
 ) -> None:
     for name, found in compiler.submit(compiled.spills, arch, *case, **terms).result().items():
         assert found.spilled_bytes == 0, name
