@@ -11,11 +11,12 @@ import torch
 
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
+from engine import testing
 from engine.sampling.masses import first_beyond
 from engine.sampling.pipeline import Sampler
 from engine.sampling.random import uniform
 from engine.sampling.row import Row
-from engine.testing import logits_of, sampled_of
+from engine.testing import sampled_of
 from tests.unit.engine.core.test_engine import make_spec
 
 NUM_DRAWS = 4000
@@ -231,7 +232,7 @@ def test_scores_change_nothing_of_what_the_arithmetic_engine_draws_and_are_those
     for place, params in enumerate(asked):
         if not params.logprob_token_ids:
             assert found.token_ids[place] == tokens.token_ids[place]
-        whole = logits_of([answers[place]], vocab_size)
+        whole = testing.logits_of([answers[place]], vocab_size)
         (exact,) = whole.double().log_softmax(-1)
         named = params.logprob_token_ids or tuple(exact.argsort(descending=True)[: params.logprobs].tolist())
         assert tuple(found.scores[place].top_ids) == named
