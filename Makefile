@@ -97,6 +97,7 @@ generated: $(STAMP)
 	$(BIN)/python -m tools.dashboards
 	$(BIN)/python -m tools.chart_docs
 	$(BIN)/python -m tools.api_docs
+	$(BIN)/python -m tools.model_docs
 	$(BIN)/python -m tools.reference_docs
 
 .PHONY: proto-is-current

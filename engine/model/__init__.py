@@ -1,11 +1,13 @@
 """The KV cache in tensors, and the runners that compute steps on it. Needs torch, as `sampling` does; `core` does not.
 
 `transformers_runner` runs a Hugging Face model with paged attention (`attention`; on a GPU `kernel_attention`, with
-decodes by `flashinfer_attention` if configured), on several ranks if configured (`ranks`). It is a `Runner` of
+decodes by `flashinfer_attention` if configured), on several ranks if configured (`ranks`). Which models it can run and
+what their layers keep, it asks the model (`asking`), and checks with the weights (`self_check`). It is a `Runner` of
 `engine.core`. `logits_runner` is the part that it shares with `engine.native`.
 """
 
 __all__ = [
+    "asking",
     "attention",
     "attention_choice",
     "attention_probe",
@@ -26,11 +28,13 @@ __all__ = [
     "kernels",
     "kv_cache",
     "last_tokens",
+    "latent",
     "logits_runner",
     "pretrained",
     "rank_step",
     "ranks",
     "rows",
+    "self_check",
     "shapes",
     "smaller_steps",
     "table_rows",

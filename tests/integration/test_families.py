@@ -34,85 +34,10 @@ from tests.integration.test_engine_models import (
     save_tiny,
     tokens_of,
 )
+from tests.support.families import EXPERTS, GEMMA4, HEADS, LATENT, OFTEN, OTHERS, SMALL_GPT, WINDOW
 
 pytestmark = pytest.mark.integration
 
-WINDOW = {"sliding_window": 24}
-EXPERTS = {
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "n_group": 1,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_local_experts": 4,
-    "shared_expert_intermediate_size": 32,
-    "topk_group": 1,
-}
-HEADS = {"head_dim": 16}
-LATENT = EXPERTS | {
-    "kv_lora_rank": 32,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-}
-TURNS = ["sliding_attention", "full_attention"] * 2
-BY_LAYER = {"vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16}
-GEMMA4 = HEADS | WINDOW | BY_LAYER
-SHARED = {"num_kv_shared_layers": 2, "layer_types": TURNS}
-CAPPED = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0, "query_pre_attn_scalar": 16}
-LIMITED = HEADS | WINDOW | CAPPED
-SMALL_GPT = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512}
-OFTEN: dict[str, dict[str, Any]] = {
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
-    "gemma2": LIMITED,
-    "gemma3_text": HEADS | WINDOW | {"layer_types": TURNS},
-    "gemma4_text": GEMMA4 | SHARED,
-    "glm4_moe": EXPERTS | HEADS,
-    "glm4_moe_lite": LATENT,
-    "gpt2": SMALL_GPT,
-    "gpt_oss": EXPERTS | HEADS | WINDOW,
-    "mimo_v2_flash": EXPERTS | HEADS | WINDOW,
-    "minimax_m2": EXPERTS | HEADS,
-    "olmo3": WINDOW,
-}
-"""One of each kind, and those that are asked for most; `make test-all` has the others."""
-OTHERS: dict[str, dict[str, Any]] = {
-    "afmoe": EXPERTS | HEADS | WINDOW,
-    "apertus": {},
-    "biogpt": {},
-    "bitnet": {},
-    "cohere2_moe": EXPERTS | WINDOW,
-    "dots1": EXPERTS | HEADS,
-    "ernie4_5_moe": EXPERTS | HEADS | {"moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 1},
-    "exaone_moe": EXPERTS | HEADS | WINDOW,
-    "gemma3n_text": HEADS | WINDOW | BY_LAYER | SHARED | {"activation_sparsity_pattern": [0.0] * 4},
-    "gpt_bigcode": SMALL_GPT,
-    "gpt_neox": {},
-    "granite_swa": WINDOW,
-    "granitemoe": EXPERTS,
-    "granitemoe_swa": EXPERTS | WINDOW,
-    "hunyuan_v1_dense": HEADS,
-    "hunyuan_v1_moe": EXPERTS | HEADS,
-    "hy_v3": EXPERTS | HEADS,
-    "laguna": EXPERTS | HEADS,
-    "minicpm3": LATENT | {"head_dim": 24},
-    "minimax_m3_vl_text": EXPERTS | HEADS,
-    "ministral3": HEADS,
-    "nanochat": {},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "persimmon": {},
-    "phi": {},
-    "phimoe": EXPERTS,
-    "qwen2_moe": EXPERTS,
-    "solar_open": EXPERTS | HEADS,
-    "vaultgemma": LIMITED,
-    "youtu": LATENT,
-}
 TYPES = [
     *[pytest.param(kind, extra, id=kind) for kind, extra in OFTEN.items()],
     *[pytest.param(kind, extra, id=kind, marks=pytest.mark.full) for kind, extra in OTHERS.items()],

@@ -1,0 +1,66 @@
+"""Generates the table of docs/models.md: `python -m tools.model_docs`.
+
+Its types are those that tests hold against transformers' `generate`; what it says of each, a model of transformers'
+default configuration of the type answers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import CONFIG_MAPPING
+
+from baton.errors import ModelLoadError
+from engine.model.asking import ask
+from engine.model.attention_choice import MAX_DIM, MAX_SHARING
+from engine.native.spec import FAMILIES
+from tests.integration.test_engine_models import EXTRAS, SIZES
+from tests.support.families import OFTEN, OTHERS
+from tools.chart_docs import between
+
+PAGE = Path("docs/models.md")
+BEGIN, END = "<!-- models: written by `python -m tools.model_docs` -->", "<!-- end of models -->"
+BLOCK_SIZE = 16
+
+
+def types() -> list[str]:
+    """The types that tests hold against `generate`."""
+    return sorted({*FAMILIES, *OFTEN, *OTHERS})
+
+
+def table() -> str:
+    """The rows of all types."""
+    head = ["| Type | KiB per token | What attention keeps | Tensor parallel | Native step | GPU kernels |"]
+    return "\n".join([*head, "|---|---|---|---|---|---|", *map(row, types()), ""])
+
+
+def row(kind: str) -> str:
+    """What a model of the type answers."""
+    try:
+        shape, of_test = ask(CONFIG_MAPPING[kind]()).shape, False
+    except ModelLoadError:  # the default configuration lacks some fields
+        sizes = SIZES | EXTRAS.get(kind, {}) | OTHERS.get(kind, {}) | OFTEN.get(kind, {})
+        shape, of_test = ask(CONFIG_MAPPING[kind](**sizes)).shape, True
+    spec, is_latent = shape.cache_spec(BLOCK_SIZE, "bfloat16", 1), any(layer.is_latent for layer in shape.layers)
+    kept = [f"{len(g.layers)} x {g.num_kv_heads} x ({g.k_dim} + {g.v_dim})" for g in spec.groups]
+    kept += [f"{len(spec.reads)} layers read others'"] * bool(spec.reads)
+    kept += [{"s_aux": "sinks", "softcap": "limited scores"}[name] for name in sorted(shape.honours)]
+    kept += ["latents"] * is_latent + ["of the test's tiny model"] * of_test
+    dims = max(max(group.k_dim, group.v_dim) for group in spec.groups)
+    by_kernels = not is_latent and dims <= MAX_DIM and max(shape.sharing(spec)) <= MAX_SHARING
+    size = "" if of_test else f"{spec.block_bytes / BLOCK_SIZE / 1024:g}"
+    said = [size, ", ".join(kept), *map(_yes, (shape.splits_heads, kind in FAMILIES, by_kernels))]
+    return f"| `{kind}` | {' | '.join(said)} |"
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
+
+
+def main() -> None:
+    """Write the table into the page."""
+    PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, table(), END), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
