@@ -30,15 +30,15 @@ settings.load_profile("baton")
 EXAMPLES = {"check": Fraction(1, 4), "twentyfold": Fraction(20)}
 """Profile -> how many examples a property gets, as a share of those that it names or has by default."""
 FEWEST_EXAMPLES = 5
+MOST_EXAMPLES = {"check": 20}
+"""Profile -> most examples of a property that names a number itself."""
 for name, share in EXAMPLES.items():
     settings.register_profile(name, deadline=None, max_examples=int(share * settings().max_examples))
 
 TESTS = Path(__file__).parent
 FAST = tuple(TESTS / name for name in ("unit", "contract"))
-OF_APPARATUS = tuple(
-    TESTS / name for name in ("unit/bench", "unit/fakekube", "kube/test_apiserver.py", "kube/test_machine.py")
-)
-"""Tests of the benchmarks' scripts and of fakes: only `make test-all` runs them."""
+OF_APPARATUS = tuple(TESTS / name for name in ("kube/test_apiserver.py", "kube/test_machine.py"))
+"""Tests of the tests' own Kubernetes: only `make test-all` runs them."""
 MOST_INTERPRETED = 3
 """Cases of a test in Triton's interpreter, which takes seconds for each, that are not left to `make test-all`."""
 NOT_FAST = {"slow", "chaos", "clock", "full"}
@@ -101,7 +101,7 @@ def change_number_of_examples(holder: Any, profile: str) -> None:
     found = getattr(holder, name, None)
     if found and found.max_examples != settings().max_examples:
         number = max(FEWEST_EXAMPLES, int(EXAMPLES[profile] * found.max_examples))
-        setattr(holder, name, settings(found, max_examples=number))
+        setattr(holder, name, settings(found, max_examples=min(number, MOST_EXAMPLES.get(profile, number))))
 
 
 @pytest.fixture(scope="session")
