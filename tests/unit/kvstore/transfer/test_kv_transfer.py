@@ -573,6 +573,7 @@ async def test_a_lease_that_ends_fails_the_reservation() -> None:
         assert is_blank(decode.cache, [0, 1])
 
 
+@pytest.mark.clock
 async def test_pings_renew_a_lease_that_is_shorter_than_the_prefill(link: str) -> None:
     async with sides(with_link(link, lease_s=0.8, ping_s=0.1)) as (prefill, decode):
         ticket = decode.receiver.expect("t", 32, 0, tables_of(decode.receiver, [0, 1], 0))
@@ -622,6 +623,7 @@ async def test_a_lost_abort_is_said_again_and_nobody_waits_for_it(kind: str) -> 
             await until(lambda: decode.endpoint.messages["<grant"] == 1, SOON_S)
             started = time.monotonic()
         assert time.monotonic() - started < CONFIG.op_timeout_s / 2
+        await until(lambda: decode.endpoint.messages[kind] >= 1, SOON_S)
         decode.endpoint.lose("", times=0)
         with pytest.raises(TransferError, match="aborted the transfer"):
             await decode.receiver.wait_committed(ticket)
