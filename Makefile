@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest
 FAST_TESTS := tests/unit tests/contract
 # Folders other than those of the fast tests, and the files of these that have slow ones. Marks say which tests start first.
 with_mark = $(sort $(shell grep -rlE --include='test_*.py' 'pytest.mark.$(1)\b' $(2)))
-OTHER_TESTS := tests/kube tests/helm tests/integration tests/chaos tests/observability $(call with_mark,slow,$(FAST_TESTS))
+OTHER_TESTS := tests/contract tests/kube tests/helm tests/integration tests/chaos tests/observability $(call with_mark,slow,$(FAST_TESTS))
 # What has the mark, so that its processes import no more than that.
 CLOCK_TESTS := $(call with_mark,clock,tests)
 SOAK := tests/chaos/test_streams.py
@@ -82,7 +82,7 @@ check: $(STAMP) proto-is-current
 	PATH=$(BIN):$$PATH $(BIN)/lint-imports
 	$(BIN)/buf lint proto
 	.ci/buf-breaking $(BIN)/buf
-	@$(BIN)/mypy & types=$$!; $(PYTEST) -q -n 4 --no-loadscope-reorder --hypothesis-profile check \
+	@$(BIN)/mypy & types=$$!; $(PYTEST) -q -n 3 --no-loadscope-reorder --hypothesis-profile check \
 		-m fast $(FAST_TESTS); tests=$$?; wait $$types && exit $$tests
 
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
