@@ -82,7 +82,7 @@ check: $(STAMP) proto-is-current
 	PATH=$(BIN):$$PATH $(BIN)/lint-imports
 	$(BIN)/buf lint proto
 	.ci/buf-breaking $(BIN)/buf
-	@$(BIN)/mypy & types=$$!; $(PYTEST) -q -n 3 --no-loadscope-reorder --hypothesis-profile check \
+	@$(BIN)/mypy & types=$$!; $(PYTEST) -q -n 4 --no-loadscope-reorder --hypothesis-profile check \
 		-m fast $(FAST_TESTS); tests=$$?; wait $$types && exit $$tests
 
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,15 +93,32 @@ CHECKED = ("one number", "a wide text", "calls of itself", "much text")
 """Each of the others takes a second and more of processor time."""
 
 
+GOES_ON = ("calls of itself", "much text")
+"""What leaves its process neither without time nor with a full memory."""
+
+
+def ended_children_s() -> float:
+    """Processor time of the child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.mark.parametrize("name", chosen(HOSTILE, pytest.mark.slow, *CHECKED))
 async def test_what_a_template_may_take_has_bounds(encoder_of: Any, name: str) -> None:
     source, sentence = HOSTILE[name]
-    encoder = encoder_of(only_for_go(source))
+    encoder, others_s = encoder_of(only_for_go(source)), ended_children_s()
     await encoder.start()
+    (renderer,) = renderers()
+    started_s = sum(renderer.cpu_times()[:2])
     with pytest.raises(InvalidRequest, match=sentence) as refusal:
         await encoder.encode(chat("go"), A, FACTS)
     assert refusal.value.param == "messages"
     assert len(await encoder.encode(chat("stay"), A, FACTS)) == 1, "other messages are written"
+    if name in GOES_ON:
+        assert renderer in renderers()
+        return
+    await until(lambda: not psutil.pid_exists(renderer.pid))
+    assert ended_children_s() - others_s - started_s < 1.5, "it had a second"
 
 
 async def test_only_a_message_that_is_continued_ends_at_the_mark(encoder_of: Any) -> None:
