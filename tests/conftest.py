@@ -39,7 +39,7 @@ TESTS = Path(__file__).parent
 FAST = tuple(TESTS / name for name in ("unit", "contract"))
 OF_APPARATUS = tuple(TESTS / name for name in ("kube/test_apiserver.py", "kube/test_machine.py"))
 """Tests of the tests' own Kubernetes: only `make test-all` runs them."""
-MOST_INTERPRETED = 3
+MOST_INTERPRETED = 1
 """Cases of a test in Triton's interpreter, which takes seconds for each, that are not left to `make test-all`."""
 NOT_FAST = {"slow", "chaos", "clock", "full"}
 
