@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest
 FAST_TESTS := tests/unit tests/contract
 # Folders other than those of the fast tests, and the files of these that have slow ones. Marks say which tests start first.
 with_mark = $(sort $(shell grep -rlE --include='test_*.py' 'pytest.mark.$(1)\b' $(2)))
-OTHER_TESTS := tests/kube tests/helm tests/integration tests/chaos tests/observability $(call with_mark,slow,$(FAST_TESTS))
+OTHER_TESTS := tests/contract tests/kube tests/helm tests/integration tests/chaos tests/observability $(call with_mark,slow,$(FAST_TESTS))
 # What has the mark, so that its processes import no more than that.
 CLOCK_TESTS := $(call with_mark,clock,tests)
 SOAK := tests/chaos/test_streams.py

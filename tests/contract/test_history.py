@@ -13,6 +13,8 @@ from kvstore.index import RedisConnection, Seal
 from kvstore.index.keys import Keys
 from router.cluster.history import LATE_SLOTS, NUM_SLOTS, SLOT_S, ClusterHistory, HistorySlot, counted
 from router.cluster.history_store import Counts, HistoryStore, MemoryHistory, RedisHistory
+from tests.contract.conftest import UNSIGNED
+from tests.support.cases import chosen
 
 if TYPE_CHECKING:
     from tests.contract.conftest import Backend, Clock, RedisServer
@@ -111,6 +113,7 @@ async def test_a_router_that_starts_has_what_was_before_it_and_ends_nothing(
     assert list(slots) == [int(clock.now // SLOT_S) - 5, int(clock.now // SLOT_S)], "a time without routers is none"
 
 
+@pytest.mark.parametrize("backend", chosen((*UNSIGNED, "signed"), pytest.mark.slow, "memory", "signed"), indirect=True)
 async def test_an_hour_is_kept(store: HistoryStore, backend: Backend) -> None:
     clock = backend.clock
     router, other = Router(store, "r0", clock), Router(store, "r1", clock)

@@ -28,8 +28,9 @@ from kvstore.index.connection import RedisConnection
 from kvstore.index.keys import Keys
 from kvstore.index.publisher import MAX_EVENT_KEYS
 from kvstore.leases import LeaseKeeper
-from tests.contract.conftest import STREAM_MAX_EVENTS, UNSIGNED
+from tests.contract.conftest import CHECKED, STREAM_MAX_EVENTS, UNSIGNED
 from tests.support.builders import worker_info
+from tests.support.cases import chosen
 from tests.support.waiting import until
 from tests.unit.kvstore.index.test_mirror import replace
 
@@ -409,7 +410,7 @@ async def test_a_dead_worker_vanishes_from_the_mirror_and_its_successor_is_cold(
         assert late.mirror.lookup(keys(1, 2)) == {"b": 1}
 
 
-@pytest.mark.parametrize("backend", UNSIGNED, indirect=True)
+@pytest.mark.parametrize("backend", chosen(UNSIGNED, pytest.mark.slow, *CHECKED), indirect=True)
 async def test_a_sequence_reset_after_a_loss_reaches_the_mirror(backend: Backend) -> None:
     worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
     late = follower(backend)

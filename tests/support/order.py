@@ -14,10 +14,13 @@ ONE_CHART = {f"tests/helm/test_{name}.py" for name in ("config", "policy", "rela
 ONE_INTERPRETER = {
     f"tests/unit/engine/model/test_{name}.py" for name in ("batch_invariance", "decode_graphs", "fused", "kernels")
 } | {"tests/unit/kvstore/transfer/copy/test_copy_kernels.py"}
+ONE_SYNTAX = {f"tests/unit/test_{name}.py" for name in ("house", "security", "words")}
+"""Which read the syntax of every file of the product."""
 SCOPES = (
     dict.fromkeys(ONE_CLUSTER, "one cluster")
     | dict.fromkeys(ONE_CHART, "one chart")
     | dict.fromkeys(ONE_INTERPRETER, "one interpreter")
+    | dict.fromkeys(ONE_SYNTAX, "one syntax")
 )
 """What files share, and so a process. (xdist's own groups have no effect with pytest 9.2.)"""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -40,7 +41,9 @@ def tree_of(path: Path) -> ast.Module:
 @cache
 def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
     """Everything in a tree, in the order of `ast.walk`, which is slow."""
-    return tuple(ast.walk(tree))
+    nodes = tuple(ast.walk(tree))
+    gc.freeze()  # these are kept, and are so many that each later collection of garbage would take long
+    return nodes
 
 
 def dataclasses_of(tree: ast.AST) -> Iterator[tuple[ast.ClassDef, ast.expr]]:

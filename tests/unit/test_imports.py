@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import chosen
+
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "ray", "numpy")
 CORE = ("engine", "group_pool", "kv_spec", "loop", "outputs", "runner", "scheduler", "sequence", "serving", "step_fit")
@@ -71,7 +73,11 @@ def test_vocabulary_core_router_and_commands_load_nothing_heavy() -> None:
     assert loaded_by(WATCHED) == {modules: set() for modules in WATCHED}
 
 
-@pytest.mark.parametrize("words", COMMANDS)
+CHECKED = ("--version", "--help", "up --help", "status --address 127.0.0.1:1")
+"""An interpreter starts for each."""
+
+
+@pytest.mark.parametrize("words", chosen(COMMANDS, pytest.mark.slow, *CHECKED))
 def test_a_command_loads_what_it_needs_alone(words: str) -> None:
     code = (
         "import json, sys\nfrom deploy.cli import main\n"

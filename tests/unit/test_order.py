@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import pytest_xdist_make_scheduler
-from tests.support.order import ONE_CHART, ONE_CLUSTER, ONE_INTERPRETER, put_first
+from tests.support.order import ONE_CHART, ONE_CLUSTER, ONE_INTERPRETER, ONE_SYNTAX, put_first
 
 ROOT = Path(__file__).parents[2]
 LOG: Any = SimpleNamespace(loadscopesched=lambda *told: None, loadfilesched=lambda *told: None)
@@ -61,7 +61,7 @@ def test_a_files_tests_run_in_one_process_in_their_order() -> None:
     assert [process[0].partition("::")[0] for process in ran] == ["tests/a.py", "tests/b.py", "tests/c.py"]
 
 
-@pytest.mark.parametrize("files", [ONE_CLUSTER, ONE_CHART, ONE_INTERPRETER])
+@pytest.mark.parametrize("files", [ONE_CLUSTER, ONE_CHART, ONE_INTERPRETER, ONE_SYNTAX])
 def test_files_that_share_something_run_in_one_process(files: set[str]) -> None:
     shared = sorted(f"{file}::test_{number}" for file in files for number in range(4))
     others = [f"tests/integration/test_{file}.py::test_{number}" for file in "abc" for number in range(4)]

@@ -89,7 +89,8 @@ def _instruments(found: Iterable[Definition]) -> Iterator[str]:
 
 def rules_in(folder: Path, kind: str) -> list[dict[str, Any]]:
     """Return the rules of one kind, `record` or `alert`."""
-    groups = [group for path in sorted(folder.glob("*.yaml")) for group in yaml.safe_load(path.read_text())["groups"]]
+    files = [yaml.load(path.read_text(), yaml.CSafeLoader) for path in sorted(folder.glob("*.yaml"))]
+    groups = [group for file in files for group in file["groups"]]
     return [rule for group in groups for rule in group["rules"] if kind in rule]
 
 

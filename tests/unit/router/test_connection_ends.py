@@ -26,9 +26,12 @@ from router.api.places import ConnectionLimits, OpenConnections
 from router.http_server import HttpServer, http_servers
 from tests.integration.cluster import free_port
 from tests.support.bounded import PATIENCE_S
+from tests.support.cases import some
 from tests.support.certificates import Authority
 from tests.support.waiting import until
 from tests.unit.router.api.test_http import Service
+
+pytestmark = pytest.mark.first  # waits in it take a minute, of which the processors do little
 
 HOST = "127.0.0.1"
 MOST = 4
@@ -244,11 +247,15 @@ async def attempt(way: Callable[[Endpoint], Awaitable[None]], is_scraped: bool, 
 
 
 @pytest.mark.usefixtures("_hurried")
-@pytest.mark.parametrize("is_over_tls", [False, True], ids=["plain", "TLS"])
 @pytest.mark.parametrize("name", WAYS)
-def test_a_client_gives_its_place_back_that(name: str, is_over_tls: bool, tmp_path: Path) -> None:
-    authority = Authority.make(tmp_path) if is_over_tls else None
-    uvloop.run(attempt(WAYS[name], is_scraped=False, authority=authority))
+def test_a_client_gives_its_place_back_that(name: str) -> None:
+    uvloop.run(attempt(WAYS[name], is_scraped=False, authority=None))
+
+
+@pytest.mark.usefixtures("_hurried")
+@pytest.mark.parametrize("name", some(WAYS, pytest.mark.slow, every=4))
+def test_a_client_over_tls_gives_its_place_back_that(name: str, tmp_path: Path) -> None:
+    uvloop.run(attempt(WAYS[name], is_scraped=False, authority=Authority.make(tmp_path)))
 
 
 @pytest.mark.usefixtures("_hurried")

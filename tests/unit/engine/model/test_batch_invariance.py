@@ -36,6 +36,7 @@ def test_a_mean_is_its_rows(width: int, interpreter: Executor) -> None:
     assert is_alone
 
 
+@pytest.mark.slow
 def test_a_draw_and_its_scores_are_its_rows(interpreter: Executor) -> None:
     assert interpreter.submit(invariant.samples_differ).result() == []
 
@@ -59,6 +60,7 @@ def test_no_way_to_the_same_tokens_has_other_bits(kind: str, interpreter: Execut
     assert interpreter.submit(invariant.ways_differ, kind).result() == []
 
 
+@pytest.mark.slow
 def test_rows_of_a_graph_that_are_nobodys_change_nothing(interpreter: Executor) -> None:
     assert not interpreter.submit(invariant.graphs_differ, "llama").result()
 

@@ -34,6 +34,7 @@ def test_a_step_has_the_smallest_graph_that_holds_it(interpreter: Executor) -> N
     ("is_fused", "by_flashinfer"),
     [(False, False), *(pytest.param(*case, marks=pytest.mark.full) for case in ((True, False), (False, True)))],
 )
+@pytest.mark.slow
 def test_replays_compute_what_torch_computes(is_fused: bool, by_flashinfer: bool, interpreter: Executor) -> None:
     """Also with more tokens than the step before, with fewer, over other blocks, and with one that the host does not
     know."""

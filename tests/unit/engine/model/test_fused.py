@@ -82,6 +82,7 @@ def test_a_model_computes_the_same(name: str, interpreter: Executor) -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_halves_come_out_as_near_as_halves_are(interpreter: Executor) -> None:
     found = interpreter.submit(fused.whole, "llama", fused.SIZES, "float16").result()
     assert found.modules == ALL

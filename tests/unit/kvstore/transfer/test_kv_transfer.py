@@ -399,9 +399,9 @@ async def test_new_prompts_wait_while_too_much_is_unsent(link: str) -> None:
             await asyncio.wait({waiting}, timeout=0.05)
             assert not waiting.done()
             with pytest.raises(Overloaded):  # one more than may wait
-                await asyncio.wait_for(prefill.sender.wait_for_room(1), 0.2)
+                await asyncio.wait_for(prefill.sender.wait_for_room(1), SOON_S)
             await transfer.finish(1)  # the offer is said again, and granted
-        await asyncio.wait_for(waiting, 1.0)
+        await asyncio.wait_for(waiting, SOON_S)
         assert prefill.sender.unsent_bytes == 0
         assert same_blocks(prefill.cache, [3, 2, 1, 0], decode.cache, [0, 1, 2, 3])
 
@@ -572,6 +572,7 @@ async def test_a_lease_that_ends_fails_the_reservation() -> None:
         assert is_blank(decode.cache, [0, 1])
 
 
+@pytest.mark.clock
 async def test_pings_renew_a_lease_that_is_shorter_than_the_prefill(link: str) -> None:
     async with sides(with_link(link, lease_s=0.8, ping_s=0.1)) as (prefill, decode):
         ticket = decode.receiver.expect("t", 32, 0, tables_of(decode.receiver, [0, 1], 0))
@@ -589,7 +590,7 @@ async def test_pings_renew_a_lease_that_is_shorter_than_the_prefill(link: str) -
             started = time.monotonic()
             with pytest.raises(TransferTimeout, match="lease"):
                 await decode.receiver.wait_committed(ticket)
-            assert 0.6 < time.monotonic() - started < 2.0
+            assert 0.6 < time.monotonic() - started < 5.0
             transfer.extend(tables_of(transfer, [8, 9], 0))
             with pytest.raises(TransferTimeout, match="lease"):
                 await transfer.finish(1)
@@ -614,16 +615,18 @@ async def test_a_lost_message_is_said_again(kind: str) -> None:
 @pytest.mark.parametrize("kind", [">abort", "<abort_ack"])
 async def test_a_lost_abort_is_said_again_and_nobody_waits_for_it(kind: str) -> None:
     async with sides(CONFIG) as (prefill, decode):
-        decode.endpoint.lose(kind)
+        decode.endpoint.lose(kind, times=99)
         ticket = decode.receiver.expect("t", 16, 0, tables_of(decode.receiver, [0], 0))
         async with prefill.sender.transfer(ticket) as transfer:
             transfer.extend(tables_of(transfer, [4], 0))
             await until(lambda: decode.endpoint.messages["<grant"] == 1, SOON_S)
             started = time.monotonic()
-        assert time.monotonic() - started < 0.1
+        assert time.monotonic() - started < CONFIG.op_timeout_s / 2
+        await until(lambda: decode.endpoint.messages[kind] >= 1, SOON_S)
+        decode.endpoint.lose("", times=0)
         with pytest.raises(TransferError, match="aborted the transfer"):
             await decode.receiver.wait_committed(ticket)
-        await until(lambda: prefill.sender.stats.resent == 1 and decode.endpoint.messages["<abort_ack"] >= 1, SOON_S)
+        await until(lambda: prefill.sender.stats.resent >= 1 and decode.endpoint.messages["<abort_ack"] >= 1, SOON_S)
         assert (await decode.receiver.release(ticket))[0] == (0,)
         await kv_transfer(prefill, decode, [5], [0])
 
@@ -636,7 +639,7 @@ async def test_what_is_never_answered_is_given_up_in_time() -> None:
         ticket = decode.receiver.expect("t", 16, 0, tables_of(decode.receiver, [0], 0))
         with pytest.raises(TransferTimeout, match="no answer to an offer"):
             await send(prefill, ticket, [5])
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < CONFIG.op_timeout_s / 2
         with pytest.raises(TransferTimeout):
             await decode.receiver.wait_committed(ticket)
         assert (await decode.receiver.release(ticket))[0] == (0,)
@@ -752,7 +755,7 @@ async def test_giving_up_at_any_stage_leaves_the_transport_for_the_next_transfer
                 with pytest.raises(TransferError, match="gave up its reservation"):
                     await (finishing or transfer.finish(1))
         left_s = time.monotonic()
-        assert left_s - began_s < 1.0
+        assert left_s - began_s < CONFIG.op_timeout_s / 2
         decode.endpoint.lose("", times=0)
         if who == "sender":
             if finishing is not None:
@@ -1097,7 +1100,8 @@ async def test_what_the_source_evicted_is_computed(link: str) -> None:
 
 @pytest.mark.parametrize("death", ["gone", "silent", "in the middle", "forgets the answer"])
 async def test_a_prefix_of_a_dead_source_is_computed_and_soon(link: str, death: str) -> None:
-    config = with_link(link, op_timeout_s=1.0, slot_bytes=512, span_tokens=16)
+    is_noticed = death in ("gone", "in the middle")
+    config = with_link(link, op_timeout_s=60.0 if is_noticed else 1.0, slot_bytes=512, span_tokens=16)
     async with (
         contextlib.AsyncExitStack() as stack,
         engine_worker("here", ArithmeticRunner(64), config) as here,
@@ -1120,7 +1124,7 @@ async def test_a_prefix_of_a_dead_source_is_computed_and_soon(link: str, death: 
             await asyncio.gather(there.server.stop(0), there.kv.close())
             started = time.monotonic()
         assert await pulling == 0
-        assert time.monotonic() - started < {"gone": 0.9, "in the middle": 0.9}.get(death, 2.5)
+        assert time.monotonic() - started < 5.0
         assert here.kv.counts().failed_pulls == 1
         assert await here.generate(make_spec(PROMPT)) == expected_tokens(PROMPT, 4)
         await here.check_idle()

@@ -199,7 +199,7 @@ def test_a_stalled_sender_is_silent_until_it_is_aborted(kind: str) -> None:
         start = time.monotonic()
         with pytest.raises(TransferError, match="aborted"):
             stalled.wait()
-        assert 0.1 < time.monotonic() - start < 2.0
+        assert 0.1 < time.monotonic() - start < 5.0
         assert link.injected == {"link_stall": 1}
 
 
@@ -214,5 +214,5 @@ def test_a_killed_transport_is_gone_for_both_sides(kind: str) -> None:
         start = time.monotonic()
         with pytest.raises(TransferError):
             sentinel.wait()
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 5.0
         link.close()

@@ -19,7 +19,7 @@ from lab.bench.connection import ServingWorker
 from lab.bench.fit import OFTEN, cost_model, decoding_s, median_costs, prompt_step_s, request_overhead_s
 from lab.bench.replay import ReplayedRequest
 from lab.simulate.command import measured_scenario
-from lab.simulate.costs import Bench, CostModel, read_bench
+from lab.simulate.costs import GPUS, MODELS, Bench, CostModel, read_bench, roofline
 from lab.simulate.flight import Served
 from lab.simulate.policy import RoutingDecision
 from lab.simulate.run import run_policy
@@ -304,3 +304,10 @@ def test_the_requests_are_those_that_a_replay_sends() -> None:
     assert run_policy("baton", scenario).num_requests == 2
     with pytest.raises(ConfigError, match="blocks of 32 tokens and the measured workers of 16"):
         measured_scenario(replace(scenario.trace, block_tokens=32), BENCH, 1, 1, Objective(5.0, 1.0))
+
+
+def test_a_roofline_is_what_the_data_sheets_say() -> None:
+    costs = roofline(MODELS["llama-3-8b"], GPUS["h200"], num_gpus=2)
+    assert costs.steps.s_per_token == pytest.approx(2 * 8.03e9 / 989e12), "two of them at half of their speed"
+    assert costs.steps.s_weights == pytest.approx(2 * 8.03e9 / (2 * 0.7 * 4.8e12))
+    assert costs.transfer_s_per_token == pytest.approx(131_072 / 100e9), "keys and values of 32 layers and 8 heads"

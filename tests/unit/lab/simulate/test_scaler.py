@@ -266,6 +266,7 @@ def statics() -> dict[int, float]:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_from_a_bad_split_the_autoscaler_comes_near_the_best(
     statics: dict[int, float], restarts_s: tuple[float, ...]
 ) -> None:

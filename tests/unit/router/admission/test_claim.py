@@ -83,6 +83,13 @@ def test_a_tenant_asks_for_no_more_priority_than_it_has() -> None:
         assert refusal.value.param == "priority"
 
 
+def test_there_is_a_lowest_priority() -> None:
+    assert claim_of(replace(REQUEST, priority=-1000), ACME, CONFIG, 0.0).priority == -1000
+    with pytest.raises(InvalidRequest, match="priority must be at least -1000, got -1001") as refusal:
+        claim_of(replace(REQUEST, priority=-1001), ACME, CONFIG, 0.0)
+    assert refusal.value.param == "priority"
+
+
 def test_a_class_that_nobody_configured_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no SLO class is called 'batch'; router\.slo_classes has default, interact"):
         claim_of(REQUEST, Tenant(id="b", slo_class="batch"), CONFIG, 0.0)

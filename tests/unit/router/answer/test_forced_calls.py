@@ -22,6 +22,7 @@ from baton.structure import StructuredOutputs, loosened
 from baton.tools import Tool, ToolCallDelta, ToolChoice, ToolUse, joined_calls
 from router.answer import AnswerFormat, CallForm, CallIds, Calls, call_format, with_tool_choice
 from router.prompt import Tokenizer
+from tests.support.cases import chosen
 
 CITY = {
     "type": "object",
@@ -52,6 +53,8 @@ FORMS = {
     "granite": call_format.GRANITE,
     "plain": call_format.PLAIN_JSON,
 }
+CHECKED = ("qwen xml", "glm", "mistral 11", "deepseek", "plain")
+"""Forms of each kind: tags, lines, names in marks, a mark for each part, and JSON without marks."""
 MARKS = [
     "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
     "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|START_ACTION|>", "<|END_ACTION|>",
@@ -135,7 +138,7 @@ def valid(calls: tuple[ToolCallDelta, ...]) -> None:
         jsonschema.validate(json.loads(call.arguments), {"additionalProperties": False, **schema})
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", chosen(FORMS, pytest.mark.slow, *CHECKED))
 def test_forced_calls_are_those_that_are_read(compiler: GrammarCompiler, tokenizer: Tokenizer, name: str) -> None:
     form, numbers, names = FORMS[name], set(), set()
     for seed in range(12):
@@ -155,7 +158,7 @@ def test_forced_calls_are_those_that_are_read(compiler: GrammarCompiler, tokeniz
             valid(calls)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", chosen(FORMS, pytest.mark.slow, *CHECKED))
 def test_strict_calls_are_valid_where_the_model_begins_one(
     compiler: GrammarCompiler, tokenizer: Tokenizer, name: str
 ) -> None:

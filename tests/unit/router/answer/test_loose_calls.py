@@ -28,6 +28,7 @@ from router.answer.call_format import (
     QWEN_XML,
     SEED_XML,
 )
+from tests.support.cases import some
 
 TRIP = {
     "type": "object",
@@ -183,8 +184,8 @@ TEXTS: list[tuple[CallForm, str]] = [
     (HERMES, '```json\n{"answer": 42}\n```'),
     (HERMES, "```py\nx = {}\n```"),
     (HERMES, "[1, 2]\n{}\n[]"),
-    (HERMES, "{" * 3000),
-    (HERMES, '{"function": ' * 3000),
+    (HERMES, "{" * 1000),
+    (HERMES, '{"function": ' * 1000),
     (HERMES, hermes(CALL.replace("trip", "functions.other"))),
     (QWEN_XML, "Write <function=trip> and <parameter=city>."),
     (QWEN_XML, "<tool_call> {} </tool_call>"),
@@ -230,7 +231,11 @@ def test_what_models_write_in_place_of_their_form_is_read(
         assert read(loose(form), [raw[:cut], raw[cut:]]) == whole
 
 
-@pytest.mark.parametrize(("form", "raw"), [row[:2] for row in CALLED], ids=[repr(row[1][:70]) for row in CALLED])
+@pytest.mark.parametrize(
+    ("form", "raw"),
+    some([row[:2] for row in CALLED], pytest.mark.slow, every=4),
+    ids=[repr(row[1][:70]) for row in CALLED],
+)
 def test_an_answer_that_ends_anywhere_has_whole_arguments_and_no_text_where_calls_are_forced(
     form: CallForm, raw: str
 ) -> None:
@@ -248,7 +253,7 @@ def test_an_answer_that_ends_anywhere_has_whole_arguments_and_no_text_where_call
 def test_what_only_looks_like_a_call_is_text(form: CallForm, raw: str) -> None:
     for pieces in ([raw], list(raw)):
         assert read(loose(form), pieces) == (raw, [])
-    for cut in range(0, len(raw), 1 + len(raw) // 200):
+    for cut in range(0, len(raw), 1 + len(raw) // 100):
         assert read(loose(form), [raw[:cut], raw[cut:]]) == (raw, [])
 
 

@@ -55,7 +55,7 @@ async def parsed(body: bytes, parser: BodyParser | None = None) -> Any:
     ],
     ids=["objects", "behind an escape", "depth"],
 )
-@pytest.mark.parametrize("piece_bytes", [1, 7, 2**16])
+@pytest.mark.parametrize("piece_bytes", [pytest.param(1, marks=pytest.mark.slow), 7, 2**16])
 def test_too_many_objects_and_lists_are_refused(body: bytes, piece_bytes: int) -> None:
     with pytest.raises(InvalidRequest, match=f"more than {MAX_NODES} objects and lists"):
         count(body, piece_bytes)
@@ -69,7 +69,7 @@ def test_too_many_values_are_refused() -> None:
     count(body_of({"prompt": "," * 2 * MAX_VALUES}), 2**16)
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 7, 2**16])
+@pytest.mark.parametrize("piece_bytes", [pytest.param(1, marks=pytest.mark.slow), 7, 2**16])
 def test_too_many_texts_are_refused_and_names_are_some(piece_bytes: int) -> None:
     for most in (["\\"] * MAX_TEXTS, dict.fromkeys(map(str, range(MAX_TEXTS)), 5)):
         count(body_of(most), piece_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from baton.template import Variables, environment_of_templates
 from router.admission import ModelFacts
 from router.admission.tenants import Tenant
 from router.prompt import ChatTemplate, PromptEncoder, Tokenizer, sandboxes
+from tests.support.cases import chosen
 from tests.support.waiting import until
 
 FACTS = ModelFacts(id="m", vocab_size=49152, max_model_len=2**20, default_sampling=SamplingParams())
@@ -87,15 +89,36 @@ HOSTILE = {  # what doubles takes a second, where others keep the machine busy, 
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+CHECKED = ("one number", "a wide text", "calls of itself", "much text")
+"""Each of the others takes a second and more of processor time."""
+
+
+GOES_ON = ("calls of itself", "much text")
+"""What leaves its process neither without time nor with a full memory."""
+
+
+def ended_children_s() -> float:
+    """Processor time of the child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize("name", chosen(HOSTILE, pytest.mark.slow, *CHECKED))
 async def test_what_a_template_may_take_has_bounds(encoder_of: Any, name: str) -> None:
     source, sentence = HOSTILE[name]
-    encoder = encoder_of(only_for_go(source))
+    encoder, others_s = encoder_of(only_for_go(source)), ended_children_s()
     await encoder.start()
+    (renderer,) = renderers()
+    started_s = sum(renderer.cpu_times()[:2])
     with pytest.raises(InvalidRequest, match=sentence) as refusal:
         await encoder.encode(chat("go"), A, FACTS)
     assert refusal.value.param == "messages"
     assert len(await encoder.encode(chat("stay"), A, FACTS)) == 1, "other messages are written"
+    if name in GOES_ON:
+        assert renderer in renderers()
+        return
+    await until(lambda: not psutil.pid_exists(renderer.pid))
+    assert ended_children_s() - others_s - started_s < 1.5, "it had a second"
 
 
 async def test_only_a_message_that_is_continued_ends_at_the_mark(encoder_of: Any) -> None:
@@ -121,25 +144,21 @@ REFUSES_LATE_SYSTEMS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("roles", "written"),
-    [
-        (("user", "system", "user"), "[system: 1][user: 0][user: 2]"),
-        (("system", "user", "system", "developer"), "[system: 0\n\n2\n\n3][user: 1]"),
-        (("system", "system"), "[system: 0\n\n1]"),
-        (("system", "user"), "[system: 0][user: 1]"),
-    ],
-)
 async def test_system_messages_that_a_template_refuses_are_merged_into_the_first(
-    encoder_of: Any, caplog: pytest.LogCaptureFixture, roles: tuple[str, ...], written: str
+    encoder_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     encoder = encoder_of(REFUSES_LATE_SYSTEMS)
-    messages = tuple(ChatMessage(role=role, content=str(i)) for i, role in enumerate(roles))
-    text = "".join(f"[{message.role}: {message.content}]" for message in messages)
-    for _ in range(2):
-        token_ids = await encoder.encode(Chat(messages=messages), A, FACTS)
-        assert encoder._tokenizer.decode_all(token_ids) == written
-    assert len(caplog.records) == (text != written), "once"
+    for roles, written, is_logged in (
+        (("system", "user"), "[system: 0][user: 1]", False),
+        (("user", "system", "user"), "[system: 1][user: 0][user: 2]", True),
+        (("system", "user", "system", "developer"), "[system: 0\n\n2\n\n3][user: 1]", True),
+        (("system", "system"), "[system: 0\n\n1]", True),
+    ):
+        messages = tuple(ChatMessage(role=role, content=str(i)) for i, role in enumerate(roles))
+        for _ in range(2):
+            token_ids = await encoder.encode(Chat(messages=messages), A, FACTS)
+            assert encoder._tokenizer.decode_all(token_ids) == written
+        assert len(caplog.records) == is_logged, "once"
 
 
 async def test_system_messages_stay_where_the_template_takes_them(encoder_of: Any) -> None:

@@ -121,6 +121,7 @@ async def test_no_tenants_structures_hold_up_anothers(checker: StructureChecker)
     await cancel_and_wait(costly)
 
 
+@pytest.mark.slow
 async def test_the_same_costly_structure_many_times_at_once_costs_once(checker: StructureChecker) -> None:
     await checker.check(GOOD, "a")
     before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
@@ -176,6 +177,7 @@ async def test_a_compiler_that_dies_takes_nobody_along(
     await checker.check(StructuredOutputs(regex="e"), "a")
 
 
+@pytest.mark.slow
 async def test_the_event_loop_goes_on_meanwhile(checker: StructureChecker) -> None:
     await checker.check(GOOD, "a")
     checking = asyncio.create_task(checker.check(ENDLESS, "a"))

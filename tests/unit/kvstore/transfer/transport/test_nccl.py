@@ -33,7 +33,7 @@ from tests.unit.kvstore.transfer.transport.nccl_pairs import (
     turn_of,
 )
 
-SOON_S = 1.0
+SOON_S = 5.0
 """A closed pair has no thread after it: torch's watchdog sleeps for a minute."""
 
 

@@ -237,7 +237,7 @@ def test_a_silent_peer_ends_in_a_timeout(kind: str, awaited: str) -> None:
         start = time.monotonic()
         with pytest.raises(TransferTimeout):
             receive(pair.receiver, awaited)
-        assert 0.15 < time.monotonic() - start < 2.0
+        assert 0.15 < time.monotonic() - start < 5.0
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
@@ -266,7 +266,7 @@ def test_a_sender_that_closes_ends_a_posted_receive_at_once(pair: Ends, awaited:
     with pytest.raises(TransferError) as error:
         receive(pair.receiver, awaited)
     assert not isinstance(error.value, TransferTimeout)
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 5.0
 
 
 def test_a_receiver_that_closes_is_seen_by_the_sender(pair: Ends) -> None:
@@ -355,7 +355,7 @@ def test_opening_ends_when_the_session_does_or_the_peer_does_not_join(kind: str,
     with pytest.raises(TransferError, match="session ended" if close else "did not join") as error:
         opens(kind, transport_end(store, pool(kind), WINDOW, 0.5, 1.0))
     assert isinstance(error.value, TransferTimeout) or close
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 5.0
     wait_until_settled(before)
 
 
@@ -618,7 +618,7 @@ def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
     process.kill()
     with pytest.raises(TransferError):
         sentinel.wait()
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 5.0
     process.join()
     link.close()
 

@@ -1,1 +1,0 @@
-"""The pure parts of the test Kubernetes."""
