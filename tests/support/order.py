@@ -7,15 +7,17 @@ from xdist.scheduler import LoadFileScheduling
 
 ONE_CLUSTER = {
     f"tests/integration/test_{name}.py"
-    for name in ("plumbing", "doctor", "explain", "live", "node_clients", "dependencies")
+    for name in ("plumbing", "doctor", "explain", "live", "node_clients", "dependencies", "tools")
 }
-ONE_CHART = {f"tests/helm/test_{name}.py" for name in ("config", "policy", "relations", "render")}
+ONE_REAL_CLUSTER = {f"tests/integration/test_{name}.py" for name in ("real_model", "responses")}
+ONE_CHART = {f"tests/helm/test_{name}.py" for name in ("config", "keys", "policy", "reach", "relations", "render")}
 """Which ask for the same charts, each of which a process renders once."""
 ONE_INTERPRETER = {
     f"tests/unit/engine/model/test_{name}.py" for name in ("batch_invariance", "decode_graphs", "fused", "kernels")
 } | {"tests/unit/kvstore/transfer/copy/test_copy_kernels.py"}
 SCOPES = (
     dict.fromkeys(ONE_CLUSTER, "one cluster")
+    | dict.fromkeys(ONE_REAL_CLUSTER, "one real cluster")
     | dict.fromkeys(ONE_CHART, "one chart")
     | dict.fromkeys(ONE_INTERPRETER, "one interpreter")
 )
