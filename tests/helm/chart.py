@@ -17,7 +17,8 @@ Object = dict[str, Any]
 
 CHART = Path(__file__).parents[2] / "helm" / "baton"
 NAMESPACE = "serving"
-MAJORS = (3, 4)
+MAJORS = (pytest.param(3, marks=pytest.mark.full), 4)
+"""Helm's. Both make the same of the chart (`make chaos`)."""
 
 
 class Values(NamedTuple):

@@ -12,8 +12,11 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from baton.cluster import Role
+from baton.config import RouterConfig, TransferConfig
 from baton.v1 import inference_pb2
-from tests.integration.cluster import Cluster
+from tests.chaos.fleet import running_fleet
+from tests.integration.cluster import Served
 
 CITY = {
     "type": "object",
@@ -31,9 +34,14 @@ SAID: list[Any] = [{"role": "user", "content": "What is the weather?"}]
 
 
 @pytest.fixture(scope="module")
-def client(arithmetic_cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://{arithmetic_cluster.http}/v1", api_key="none", max_retries=0) as client:
-        yield client
+def cluster() -> Iterator[Served]:
+    with running_fleet(TransferConfig(), RouterConfig(mode="disaggregated")) as fleet:
+        yield fleet.fill(*Role)
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0)
 
 
 def named(name: str) -> Any:
@@ -155,7 +163,7 @@ def test_openais_client_parses_calls(client: openai.OpenAI) -> None:
     assert isinstance(parsed, Weather)
 
 
-def test_grpc_has_the_same_calls(arithmetic_cluster: Cluster, client: openai.OpenAI) -> None:
+def test_grpc_has_the_same_calls(cluster: Served, client: openai.OpenAI) -> None:
     whole, _ = answers(client, tool_choice=named("weather"))
     tools = [
         inference_pb2.Tool(name=name, description=f"Tells the {name}.", parameters_json=json.dumps(schema))
@@ -166,7 +174,7 @@ def test_grpc_has_the_same_calls(arithmetic_cluster: Cluster, client: openai.Ope
     request = inference_pb2.GenerateRequest(
         chat=chat, request_id="same", sampling=inference_pb2.SamplingParams(seed=3, max_tokens=200)
     )
-    parts = list(arithmetic_cluster.inference.Generate(request, timeout=60))
+    parts = list(cluster.inference.Generate(request, timeout=60))
     deltas = [call for part in parts for call in part.tool_calls]
     assert [(call.id, call.name) for call in deltas if call.id] == [(whole["calls"][0][0], "weather")]
     assert "".join(call.arguments_json for call in deltas) == whole["calls"][0][3]

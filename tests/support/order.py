@@ -7,7 +7,7 @@ from xdist.scheduler import LoadFileScheduling
 
 ONE_CLUSTER = {
     f"tests/integration/test_{name}.py"
-    for name in ("plumbing", "doctor", "explain", "live", "node_clients", "dependencies", "tools")
+    for name in ("plumbing", "doctor", "explain", "live", "node_clients", "dependencies")
 }
 ONE_REAL_CLUSTER = {f"tests/integration/test_{name}.py" for name in ("real_model", "responses")}
 ONE_CHART = {f"tests/helm/test_{name}.py" for name in ("config", "keys", "policy", "reach", "relations", "render")}
