@@ -30,7 +30,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
-NUM_REQUESTS = int(os.environ.get("SHARED_ID_REQUESTS", "72"))
+NUM_REQUESTS = int(os.environ.get("SHARED_ID_REQUESTS", "36"))
 IDS = ("1", "order-7", "shared/0/0", "x" * 128, "null", "2")
 TENANTS = ("alice", "bob")
 NUM_BETWEEN_LEAVES = 10
