@@ -34,9 +34,9 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
 
-NUM_REQUESTS = int(os.environ.get("TRANSPARENT_REQUESTS", "120"))
+NUM_REQUESTS = int(os.environ.get("TRANSPARENT_REQUESTS", "80"))
 NUM_CLIENTS = 16
-NUM_EXPECTED = 76
+NUM_EXPECTED = 48
 """Answers that are worked out without a cluster, too."""
 NUM_BETWEEN_LEAVES = 12
 """Answers heard before the next worker leaves."""
