@@ -133,7 +133,7 @@ def test_everybody_uses_the_same_ids_while_workers_drain_and_die(fleet: Fleet) -
 
     with leaving(fleet) as has_answered, ThreadPoolExecutor(len(callers)) as pool:
         for going in [pool.submit(go_on, caller) for caller in callers]:
-            going.result(60 + 2 * NUM_REQUESTS)
+            going.result(120 + 2 * NUM_REQUESTS)
 
 
 def test_an_answer_goes_on_at_the_router_where_another_tenants_runs(fleet: Fleet) -> None:
