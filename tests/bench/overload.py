@@ -21,7 +21,7 @@ import yaml
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.bench.report import Report, Table
-from tests.integration.cluster import Cluster, running_cluster
+from tests.integration.cluster import Served, running_cluster
 from tests.support.operator import OPERATOR_ENTRY
 
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 256, 24
@@ -79,29 +79,35 @@ def run(quick: bool) -> Report:
     return Report("overload", [_table(capacity, overload, preemptions)])
 
 
-def measure(
-    closed_s: float, open_s: float, num_clients: Sequence[int] = NUM_CLIENTS, **settings: str
-) -> tuple[Run, Run, int]:
+def measure(closed_s: float, open_s: float) -> tuple[Run, Run, int]:
+    """What `measured` finds with the real local cluster."""
+    with TemporaryDirectory() as folder:
+        tenants = write_tenants(Path(folder))
+        with running_cluster("--prefill", "1", "--decode", "1", router_tenants_file=tenants) as cluster:
+            return measured(cluster, closed_s, open_s, NUM_CLIENTS)
+
+
+def write_tenants(folder: Path) -> str:
+    """Writes the tenants' file, and returns its path."""
+    hashes = {name: {"key_sha256": [hashlib.sha256(name.encode()).hexdigest()]} for name in ("large", "small")}
+    path = folder / "tenants.yaml"
+    path.write_text(yaml.safe_dump(hashes) + OPERATOR_ENTRY)
+    return str(path)
+
+
+def measured(cluster: Served, closed_s: float, open_s: float, num_clients: Sequence[int]) -> tuple[Run, Run, int]:
     """The capacity, the overload, and how often a sequence was preempted.
 
     Args:
         closed_s: for each number of clients.
         num_clients: of the closed loop; the number that is served most counts.
-        settings: of the cluster.
     """
-    with TemporaryDirectory() as folder:
-        tenants = Path(folder) / "tenants.yaml"
-        hashes = {name: {"key_sha256": [hashlib.sha256(name.encode()).hexdigest()]} for name in ("large", "small")}
-        tenants.write_text(yaml.safe_dump(hashes) + OPERATOR_ENTRY)
-        with running_cluster(
-            "--prefill", "1", "--decode", "1", router_tenants_file=str(tenants), **settings
-        ) as cluster:
-            rng = random.Random(5)
-            asyncio.run(_closed(cluster, rng, 8, min(8.0, closed_s / 2)))  # the workers learn what their steps take
-            closed = [asyncio.run(_closed(cluster, rng, num, closed_s)) for num in num_clients]
-            capacity = max(closed, key=lambda run: run.served_per_s)
-            overload = asyncio.run(_open(cluster, rng, open_s, OVERLOAD * capacity.served_per_s))
-            preemptions = sum(w["preemptions"] for w in cluster.wait_until_idle()["workers"])
+    rng = random.Random(5)
+    asyncio.run(_closed(cluster, rng, 8, min(8.0, closed_s / 2)))  # the workers learn what their steps take
+    closed = [asyncio.run(_closed(cluster, rng, num, closed_s)) for num in num_clients]
+    capacity = max(closed, key=lambda run: run.served_per_s)
+    overload = asyncio.run(_open(cluster, rng, open_s, OVERLOAD * capacity.served_per_s))
+    preemptions = sum(w["preemptions"] for w in cluster.wait_until_idle()["workers"])
     return capacity, overload, preemptions
 
 
@@ -131,7 +137,7 @@ def _table(capacity: Run, overload: Run, preemptions: int) -> Table:
     return table
 
 
-async def _closed(cluster: Cluster, rng: random.Random, num_clients: int, seconds: float) -> Run:
+async def _closed(cluster: Served, rng: random.Random, num_clients: int, seconds: float) -> Run:
     """Clients that each send one request after the other."""
     async with grpc.aio.insecure_channel(cluster.grpc) as channel:
         began_s = time.monotonic()
@@ -147,7 +153,7 @@ async def _closed(cluster: Cluster, rng: random.Random, num_clients: int, second
         return Run(time.monotonic() - began_s, outcomes)
 
 
-async def _open(cluster: Cluster, rng: random.Random, seconds: float, rate: float) -> Run:
+async def _open(cluster: Served, rng: random.Random, seconds: float, rate: float) -> Run:
     """Requests that arrive whatever becomes of the others."""
     async with grpc.aio.insecure_channel(cluster.grpc) as channel, asyncio.TaskGroup() as tasks:
         began_s = due_s = time.monotonic()

@@ -123,7 +123,11 @@ class Load:
 
 
 @pytest.mark.parametrize(
-    "num_requests", [250, pytest.param(10_000, marks=[pytest.mark.chaos, pytest.mark.timeout(900)])]
+    "num_requests",
+    [
+        pytest.param(250, marks=pytest.mark.full),
+        pytest.param(10_000, marks=[pytest.mark.chaos, pytest.mark.timeout(900)]),
+    ],
 )
 def test_nothing_grows_with_the_number_of_requests(num_requests: int) -> None:
     transfer, router = (

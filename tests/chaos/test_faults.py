@@ -207,13 +207,22 @@ def at_rest(fleet: Fleet, router: RouterProcess) -> bool:
 
 
 QUICK = ("a decode worker gets no descriptor", "a router gets no memory", "a decode worker's clock is set back")
-"""Those in `make test`; other tests there kill workers and routers, stop them and empty Redis."""
+"""Those in `make test`, one after the other; other tests there kill workers and routers, stop them and empty Redis."""
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(each, marks=() if each in QUICK else pytest.mark.chaos) for each in FAULTS]
+    "faults",
+    [
+        pytest.param(QUICK, id="quick ones"),
+        *(pytest.param((each,), id=each, marks=pytest.mark.chaos) for each in FAULTS if each not in QUICK),
+    ],
 )
-def test_no_stream_is_wrong_or_lost_or_hangs(cluster: Cluster, fault: str) -> None:
+def test_no_stream_is_wrong_or_lost_or_hangs(cluster: Cluster, faults: tuple[str, ...]) -> None:
+    for fault in faults:
+        happens_under_load(cluster, fault)
+
+
+def happens_under_load(cluster: Cluster, fault: str) -> None:
     fleet = cluster.fleet
     addresses = ",".join(router.grpc for router in fleet.routers)
     begun = threading.Semaphore(0)

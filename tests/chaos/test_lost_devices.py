@@ -39,8 +39,18 @@ def fleet() -> Iterator[Fleet]:
         yield fleet
 
 
-@pytest.mark.parametrize("breaks", BREAKS.values(), ids=BREAKS)
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize(
+    ("role", "breaks"),
+    [
+        pytest.param(role, BREAKS[breaks], id=f"{role}-{breaks}", marks=marks)
+        for role, breaks, marks in (
+            (Role.PREFILL, "hangs", ()),
+            (Role.DECODE, "fails", ()),
+            (Role.PREFILL, "fails", pytest.mark.full),
+            (Role.DECODE, "hangs", pytest.mark.full),
+        )
+    ],
+)
 def test_a_worker_whose_device_is_lost_ends_and_its_requests_do_not(
     role: Role, breaks: Callable[[Progress], None], fleet: Fleet
 ) -> None:

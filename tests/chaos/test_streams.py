@@ -35,7 +35,7 @@ from tests.support.load import Clients, Requests
 from tests.support.processes import running
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.first
+pytestmark = [pytest.mark.first, pytest.mark.full]
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "4"))
 PERIOD_S = 2.5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ Object = dict[str, Any]
 
 CHART = Path(__file__).parents[2] / "helm" / "baton"
 NAMESPACE = "serving"
-MAJORS = (3, 4)
+MAJORS = (pytest.param(3, marks=pytest.mark.full), 4)
+"""Helm's. Both make the same of the chart (`make chaos`)."""
 
 
 class Values(NamedTuple):
@@ -189,14 +190,16 @@ MATRIX: dict[str, Values] = {
     "another-name": Values(sets=("commonLabels.team=ml",), name="a-release-with-a-name-that-is-as-long-as-can-be-here"),
 }
 """What every test of the rendered objects goes through."""
-every_values = pytest.mark.parametrize(
-    "values",
-    [
-        pytest.param(values, id=name, marks=[] if values.file or number % 3 == 0 else [pytest.mark.full])
-        for number, (name, values) in enumerate(MATRIX.items())
-    ],
-)
-"""All values of the matrix. `make test` takes the chart's files and a third of the others."""
+OFTEN = {name for number, (name, values) in enumerate(MATRIX.items()) if values.file or number % 3 == 0}
+"""Those that `make test` takes: the chart's files and a third of the others."""
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    """The values of these names, as a test's parameters."""
+    return [pytest.param(MATRIX[name], id=name, marks=[] if name in OFTEN else pytest.mark.full) for name in names]
+
+
+every_values = pytest.mark.parametrize("values", cases(MATRIX))
 
 
 def is_shared(values: Values) -> bool:

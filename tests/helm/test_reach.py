@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helm.chart import CHART, MATRIX, Object, Values, of_kind, pods, render
+from tests.helm.chart import CHART, MATRIX, Object, Values, cases, of_kind, pods, render
 from tests.helm.reach import Place, is_admitted, is_let_out, place_of, reaches
 
 RAY = (6380, 6381, 6382, 6383, 6384, 6385, 10_002, 19_999)
@@ -103,10 +103,9 @@ def test_either_side_alone_keeps_what_the_table_keeps(source: str) -> None:
 VARIANTS = [name for name, values in MATRIX.items() if "networkPolicy" not in str(values.sets)]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_no_values_open_an_endpoint_between_components(name: str) -> None:
+@pytest.mark.parametrize("values", cases(VARIANTS))
+def test_no_values_open_an_endpoint_between_components(values: Values) -> None:
     """Whatever else is switched on; what is not there cannot be reached."""
-    values = MATRIX[name]
     objects = render(values)
     components = {"worker" if pod.component in ("prefill", "decode") else pod.component for pod in pods(objects)}
     inside = [column for column, (target, _) in COLUMNS.items() if target in components]

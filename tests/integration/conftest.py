@@ -47,9 +47,12 @@ def trace_receiver() -> Iterator[tuple[TraceReceiver, str]]:
         server.stop(None).wait()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def split_cluster(model_dir: Path) -> Iterator[Cluster]:
-    """The real model, one worker a pool, every prompt transferred. None is refused, however slow the machine."""
+    """The real model, one worker a pool, every prompt transferred. None is refused, however slow the machine.
+
+    One for all files of `ONE_REAL_CLUSTER`.
+    """
     with running_cluster(router_mode="disaggregated", router_slo_classes='{"default": {"ttft_ms": 600000}}') as cluster:
         yield cluster
 

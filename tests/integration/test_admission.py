@@ -127,19 +127,19 @@ class SlowCluster:
         return response.status, answer, response.msg
 
     def rest(self) -> None:
-        """Until nothing is left anywhere, and the router believes so: its leases are half a second old at most."""
+        """Until nothing is left anywhere, and the router, whose leases are half a second old at most, believes so."""
 
         def workers() -> list[dict[str, Any]]:
             found: list[dict[str, Any]] = self._fleet.client.status()["workers"]
             return found
 
+        time.sleep(0.7)
         wait_until(
             lambda: not any(w["running"] or w["waiting"] or w["blocks"]["in_use"] for w in workers()),
             60.0,
             every_s=0.05,
             seen=workers,
         )
-        time.sleep(1.0)
 
 
 class Asked(Stream):
@@ -181,14 +181,12 @@ def slow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         cluster = SlowCluster(fleet, roles)
         for num_tokens in (100, 400, 50, 200, 300, 150):  # from which workers learn what their steps take
             cluster.ask(num_tokens, max_tokens=8).served()
-        cluster.rest()
         yield cluster
 
 
 @contextlib.contextmanager
 def queue(slow: SlowCluster, num: int, num_tokens: int, tenant: str = "large", **fields: Any) -> Iterator[list[Asked]]:
-    """The block is entered with `num` prompts queued, of which the first is being computed. It ends with an idle
-    cluster."""
+    """The block is entered with `num` prompts queued, of which the first is being computed."""
     slow.rest()
     queued = []
     for _ in range(num):
@@ -200,7 +198,6 @@ def queue(slow: SlowCluster, num: int, num_tokens: int, tenant: str = "large", *
         for asked in queued:
             asked.cancel()
             asked.wait()
-        slow.rest()
 
 
 def test_whoever_would_come_too_late_is_refused_at_once_and_told_when_to_come_back(slow: SlowCluster) -> None:
@@ -266,7 +263,6 @@ def test_who_is_held_up_for_too_long_by_what_came_later_is_told(slow: SlowCluste
 
 def test_a_small_tenant_is_served_while_a_large_one_floods(slow: SlowCluster) -> None:
     """The large one's newest requests make way, as many as it takes, and are told at once."""
-    slow.rest()
     shed = slow.metric("baton_admission_shed_total", 'tenant="large"')
     with queue(slow, 8, 800) as flood:
         small = slow.ask(200, "small", slo={"ttft_ms": 4000})
@@ -347,7 +343,6 @@ def test_who_is_admitted_and_meets_its_objective_counts_once_with_its_tokens(slo
     leaver.wait()
     wait_until(lambda: slow.metric("baton_requests_slo_total", 'outcome="cancelled"') == cancelled + 1)
     assert slow.metric("baton_requests_slo_total") == all_before + 3, "each request once"
-    slow.rest()
 
 
 def test_predictions_are_near_the_truth_and_their_errors_are_counted(slow: SlowCluster) -> None:
@@ -372,7 +367,6 @@ def test_the_room_for_an_answer_is_what_answers_have_had(slow: SlowCluster) -> N
     (first,), (last,) = explain(slow.router, "history-0"), explain(slow.router, "history-19")
     assert last["num_expected_tokens"] == 64 <= first["num_expected_tokens"]
     assert (last["tenant"], last["slo_class"], last["ttft_objective_s"]) == ("brisk", "interactive", 2.0)
-    slow.rest()
 
 
 def test_a_refusal_is_explained(slow: SlowCluster) -> None:

@@ -31,7 +31,7 @@ TRANSFER = TransferConfig(pull_timeout_s=30.0)
 LEASE_S = 15.0
 """Nothing here waits for the end of a pull or of a lease: a worker that stands still for seconds loses neither."""
 STEP_MS = 10.0
-NUM_STREAMS = 16
+NUM_STREAMS = 6
 BLOCK_SIZE = 16
 
 
@@ -171,7 +171,7 @@ def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, requ
 def test_sigterm_drains(disaggregated_fleet: Fleet) -> None:
     fleet = disaggregated_fleet
     with working(fleet) as workers:
-        with streaming(fleet, 4, 1200) as streams:
+        with streaming(fleet, 2, 1200) as streams:
             wait_for_tokens(streams, 40)
             (successor,) = workers.add(Role.DECODE)
             fleet.remove(workers.first[Role.DECODE], signal.SIGTERM)

@@ -122,6 +122,11 @@ CASES = [
         id="llama-scaled-rope",
     ),
 ]
+OFTEN = (
+    {"cohere2", "exaone4-window", "granite", "llama", "mixtral", "olmo2", "qwen3", "qwen3_moe"},
+    {"gemma", "glm4", "mistral-window", "olmoe", "phi3", "qwen2", "qwen2-window", "smollm3"},
+)
+"""Cases that `make test` runs, natively and on transformers."""
 
 
 @dataclass(frozen=True)
@@ -238,19 +243,21 @@ def tokens_of(engine: Engine, specs: list[SequenceSpec], *, ahead: bool) -> tupl
 
 
 def often_on_one(cases: Iterable[Any], number: int) -> list[Any]:
-    """Returns the cases of one of the two engines on a CPU. Of those that both engines have, `make test` runs each
-    on one of them, and `make chaos` the others.
+    """Returns the cases of one of the two engines on a CPU.
+
+    Of those that both engines have, `make test` runs `OFTEN`, `make test-all` each of the others on one of them, and
+    `make chaos` all on the other one.
 
     Args:
         number: of the engine, 0 or 1.
     """
-    shared = {*FAMILIES, *(f"{kind}-window" for kind in WINDOWED)}
-    return [
-        pytest.param(*case.values, id=case.id, marks=pytest.mark.chaos)
-        if case.id in shared and zlib.crc32(case.id.encode()) % 2 != number
-        else case
-        for case in cases
-    ]
+    shared = {*FAMILIES, *(f"{kind}-window" for kind in WINDOWED)} - OFTEN[number]
+
+    def marked(case: Any) -> Any:
+        is_here = case.id not in OFTEN[1 - number] and zlib.crc32(case.id.encode()) % 2 == number
+        return pytest.param(*case.values, id=case.id, marks=pytest.mark.full if is_here else pytest.mark.chaos)
+
+    return [marked(case) if case.id in shared else case for case in cases]
 
 
 @pytest.mark.parametrize(("kind", "extra"), often_on_one(CASES, 1))

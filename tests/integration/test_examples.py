@@ -20,6 +20,8 @@ from tests.chaos.fleet import Fleet, running_fleet
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.first
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
@@ -27,7 +29,7 @@ EXAMPLES = ROOT / "examples"
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     router = RouterConfig(mode="auto", cache_secret="shared")
-    with running_fleet(TransferConfig(), router, num_routers=2, step_ms=40.0) as fleet:
+    with running_fleet(TransferConfig(), router, num_routers=2, step_ms=20.0) as fleet:
         fleet.wait_for(*(fleet.add(role) for role in Role))
         yield fleet
 

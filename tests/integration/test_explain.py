@@ -9,12 +9,14 @@ from typing import Any
 
 import grpc
 import pytest
+from typer.testing import CliRunner
 
+from deploy.cli.app import app
 from engine.testing import expected_tokens
 from tests.integration.cluster import Cluster, Served
 from tests.integration.conftest import TraceReceiver
 from tests.integration.test_operator_errors import baton
-from tests.support.asking import metric, prompt_of, sampling
+from tests.support.asking import exposition, metric, prompt_of, sample, sampling
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
@@ -22,8 +24,8 @@ pytestmark = pytest.mark.first
 
 def explain(cluster: Served, request_id: str) -> list[dict[str, Any]]:
     words = ("--address", cluster.grpc, "--api-key", cluster.api_key, "--json")
-    result = baton("status", "--explain", request_id, *words)
-    assert result.returncode == 0, result.stderr
+    result = CliRunner().invoke(app, ["status", "--explain", request_id, *words])
+    assert result.exit_code == 0, result.output
     return [placement for call in json.loads(result.stdout) for placement in call["placements"]]
 
 
@@ -108,11 +110,13 @@ def test_a_span_tells_what_was_predicted(
 def test_the_metrics_classify_requests_by_their_objectives(arithmetic_cluster: Cluster) -> None:
     labels = 'slo_class="default"', 'outcome="met"', 'model="smollm2-135m-instruct"'
     names = "baton_requests_slo_total", "baton_tokens_slo_met_total", "baton_placement_prediction_error_count"
-    before = [metric(arithmetic_cluster, name) for name in names]
-    met = metric(arithmetic_cluster, names[0], *labels)
+    text = exposition(arithmetic_cluster)
+    before = [sample(text, name) for name in names]
+    met = sample(text, names[0], *labels)
     arithmetic_cluster.generate(token_ids=prompt_of(603, 64), sampling=sampling(5, n=2))
-    assert [metric(arithmetic_cluster, name) for name in names] == [before[0] + 1, before[1] + 10, before[2] + 4]
-    assert metric(arithmetic_cluster, names[0], *labels) == met + 1
+    text = exposition(arithmetic_cluster)
+    assert [sample(text, name) for name in names] == [before[0] + 1, before[1] + 10, before[2] + 4]
+    assert sample(text, names[0], *labels) == met + 1
     with pytest.raises(grpc.RpcError):
         arithmetic_cluster.generate(token_ids=prompt_of(603, 64), sampling={"max_tokens": 0})
     assert metric(arithmetic_cluster, names[0]) == before[0] + 1, "an invalid request is in no class"

@@ -16,6 +16,8 @@ import torch
 
 from tests.gpu.hour.table import CHECKS
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "gpu" / "first_hour.py"
 BARE = ROOT / "tests" / "support" / "bare"

@@ -138,13 +138,13 @@ def slow_admission(injected: Injected) -> list[Stream]:
 def slow_prefill(injected: Injected) -> list[Stream]:
     injected.add(Role.PREFILL, token_ms=2.0)
     injected.add(Role.DECODE)
-    return injected.one_by_one(12, 300, 3, ttft_ms=500)
+    return injected.one_by_one(6, 300, 3, ttft_ms=500)
 
 
 def slow_transfer(injected: Injected) -> list[Stream]:
     injected.add(Role.PREFILL, faults="link_delay_ms=120")
     injected.add(Role.DECODE, faults="link_delay_ms=120")
-    return injected.one_by_one(12, 100, 8, itl_ms=12)
+    return injected.one_by_one(6, 100, 8, itl_ms=12)
 
 
 def slow_decode(injected: Injected) -> list[Stream]:

@@ -32,7 +32,7 @@ WAIT_S = 0.1
 NUM_TRIES = 3
 """Another test's burst makes one of them slow; a structure that does makes all of them slow."""
 STEP_MS = 4.0
-NUM_QUIET = 100
+NUM_QUIET = 50
 """Tokens that the stream beside gets before a structure comes."""
 SERVED, REFUSED, EITHER = "served", "refused", "either"
 """What is made to be costly ends on either side of the second that compiling may take: that depends on the machine."""

@@ -28,6 +28,7 @@ from tests.support.builders import sequence_spec
 from tests.support.members import secret_file
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.full
 NUM_TOKENS = 12
 LENGTHS = (1, 16, 33, 150, 600)
 """Tokens of the prompts: less than a block, one block, not whole ones, two chunks."""

@@ -23,7 +23,7 @@ PROMPT = prompt_of(5, 40)
 ANSWER = expected_tokens(PROMPT, 60)
 
 
-@pytest.fixture(scope="module", params=["disaggregated", "aggregated"])
+@pytest.fixture(scope="module", params=["disaggregated", pytest.param("aggregated", marks=pytest.mark.full)])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Served]:
     router = RouterConfig(
         mode=request.param,

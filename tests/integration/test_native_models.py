@@ -222,6 +222,7 @@ def test_logits_are_the_same_bits_in_any_batch_chunk_and_number_of_threads(eithe
     assert not same_bits(theirs, alone), "or nothing was compared"
 
 
+@pytest.mark.parametrize("either", ["uneven", pytest.param("mixed", marks=pytest.mark.full)], indirect=True)
 def test_logits_are_the_same_bits_on_every_variant(either: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(22)
     prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (100, 1, 30)]

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from typer.testing import CliRunner, Result
 
+from deploy.cli.app import app
 from tests.integration.cluster import free_port
 from tests.support.members import secret_file
 
@@ -45,41 +46,29 @@ def test_a_port_in_use(model_dir: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        refused_at_once(baton("up", BATON_GRPC_PORT=port), "set BATON_GRPC_PORT to another port")
         refused_at_once(baton("up", BATON_HTTP_PORT=port), "set BATON_HTTP_PORT to another port")
 
 
 def test_pool_sizes_that_cannot_serve() -> None:
-    refused_at_once(baton("up", "--decode", "0"), "there must be at least 1 decode worker")
     refused_at_once(baton("up", "--prefill", "0", BATON_ROUTER_MODE="disaggregated"), "use --prefill 1")
 
 
 def test_settings_that_do_not_exist(tmp_path: Path) -> None:
+    """One for each source; tests/unit/baton/test_config.py has many more."""
     refused(baton("up", BATON_ENGINE_BLOCKSIZE="16"), "BATON_ENGINE_BLOCKSIZE")
     odd = tmp_path / "[prod].yaml"
     odd.write_text("engine: {blocks: 3}")
     refused(baton("up", "--config", str(odd)), "unknown setting engine.blocks")
-    refused(baton("up", "--config", str(tmp_path / "[/none].yaml")), "[/none].yaml")
-    refused(baton("up", BATON_TELEMETRY_LOG_LEVEL="loud"), "telemetry.log_level")
 
 
-def test_a_model_that_does_not_exist_or_does_not_run(tmp_path: Path) -> None:
+def test_a_model_that_does_not_run(tmp_path: Path) -> None:
     refused_at_once(baton("up", "--model", str(tmp_path)), str(tmp_path))
-    refused_at_once(baton("up", "--model", str(tmp_path / "none")), "does not exist")
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"engine_kv_cache_gib": "5000"}, "2 KV pools of 5,000 GiB do not fit: "),
-        ({"model_device": "cuda"}, "model.device is cuda, GPUs found: none"),
-        ({"model_dtype": "fp16"}, "model.dtype must be one of auto, float32, bfloat16, float16; got 'fp16'"),
-        ({"engine_tensor_parallel": "4"}, "engine.tensor_parallel is 4, which does not divide the 9 heads of smollm2"),
-    ],
-)
-def test_what_this_machine_or_the_model_cannot_do(settings: dict[str, str], sentence: str, model_dir: Path) -> None:
-    given = {f"BATON_{name.upper()}": value for name, value in settings.items()}
-    refused_at_once(baton("up", CUDA_VISIBLE_DEVICES="", **given), sentence)
+def test_what_this_machine_or_the_model_cannot_do(model_dir: Path) -> None:
+    """One of many that tests/unit/deploy/doctor/test_preflight.py has."""
+    sentence = "engine.tensor_parallel is 4, which does not divide the 9 heads of smollm2"
+    refused_at_once(baton("up", CUDA_VISIBLE_DEVICES="", BATON_ENGINE_TENSOR_PARALLEL="4"), sentence)
 
 
 def test_an_address_where_no_ray_answers() -> None:
@@ -97,10 +86,9 @@ def test_a_router_for_others_without_a_secret() -> None:
     assert sentence in result.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("command", [["generate", "hi"], ["status"]])
-def test_no_cluster(command: list[str]) -> None:
+def test_no_cluster() -> None:
     address = f"127.0.0.1:{free_port()}"
-    refused(baton(*command, "--address", address), f"no router answers at {address}")
+    refused(baton("status", "--address", address), f"no router answers at {address}")
 
 
 def test_numbers_that_cannot_be_sent() -> None:
@@ -109,13 +97,18 @@ def test_numbers_that_cannot_be_sent() -> None:
 
 
 def test_the_doctor_without_a_cluster(model_dir: Path) -> None:
-    result = baton("doctor")
-    assert result.returncode == 0, result.stdout
+    def doctor(**ports: str) -> Result:
+        unset = {name: None for name in os.environ if name.startswith("BATON_") and name != "BATON_CACHE"}
+        free = {"BATON_GRPC_PORT": str(free_port()), "BATON_HTTP_PORT": str(free_port())}
+        return CliRunner().invoke(app, ["doctor"], env={**unset, **free, **ports})
+
+    result = doctor()
+    assert result.exit_code == 0, result.stdout
     assert "cluster: none runs" in result.stdout
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = str(taken.getsockname()[1])
-        result = baton("doctor", BATON_HTTP_PORT=port)
-    assert result.returncode == 1
+        result = doctor(BATON_HTTP_PORT=port)
+    assert result.exit_code == 1
     assert f"FAIL port {port}" in result.stdout
     assert "set BATON_HTTP_PORT to another port" in result.stdout

@@ -6,17 +6,22 @@ The arithmetic engine sleeps as long as computing would take, so that the machin
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.bench.overload import TTFT_S, measure
+from baton.cluster import Role
+from baton.config import RouterConfig, TransferConfig
+from tests.bench.overload import TTFT_S, measured, write_tenants
+from tests.chaos.fleet import running_fleet
 
 pytestmark = pytest.mark.clock
 
-SLOW = {"testing_arithmetic": "true", "testing_token_ms": "2", "testing_step_ms": "10"}
 
-
-def test_twice_the_load_costs_nobody_what_it_has() -> None:
-    capacity, overload, preemptions = measure(10.0, 20.0, (8,), **SLOW)
+def test_twice_the_load_costs_nobody_what_it_has(tmp_path: Path) -> None:
+    router = RouterConfig(tenants_file=write_tenants(tmp_path))
+    with running_fleet(TransferConfig(), router, step_ms=10.0, token_ms=2.0) as fleet:
+        capacity, overload, preemptions = measured(fleet.fill(*Role), 6.0, 15.0, (8,))
     assert preemptions == 0, "room to decode was there before the prompts were computed"
     assert [o.error for o in overload.outcomes if o.error] == [], "a refusal is the only failure"
     assert overload.count(lambda o: o.was_refused) > 0, "else this was no overload"

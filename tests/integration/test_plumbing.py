@@ -34,7 +34,7 @@ from kvstore.leases import RedisLeases
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Answer, Cluster, Served, request
 from tests.integration.conftest import TraceReceiver
-from tests.support.asking import held_by, metric, prompt_of, sampling
+from tests.support.asking import exposition, held_by, metric, prompt_of, sample, sampling
 from tests.support.processes import running
 from tests.support.waiting import wait_until
 
@@ -103,7 +103,7 @@ def test_a_repeated_prompt_lands_on_its_owner_and_survives_the_owner(arithmetic_
 
 @pytest.mark.parametrize(
     ("role", "num_requests", "num_prompt_tokens", "num_tokens"),
-    [pytest.param("prefill", 96, 1200, 8, marks=pytest.mark.chaos), ("decode", 32, 200, 600)],
+    [pytest.param("prefill", 96, 1200, 8, marks=pytest.mark.chaos), ("decode", 16, 200, 400)],
 )
 def test_a_killed_worker_loses_no_stream(
     arithmetic_cluster: Cluster, role: str, num_requests: int, num_prompt_tokens: int, num_tokens: int
@@ -129,11 +129,11 @@ def test_a_killed_worker_loses_no_stream(
 
 @pytest.mark.timeout(600)
 def test_random_cancels_leave_nothing_behind(arithmetic_cluster: Cluster) -> None:
-    """100 requests, half of them cancelled at random points: in queue, prefill, KV transfer or decode."""
+    """50 requests, half of them cancelled at random points: in queue, prefill, KV transfer or decode."""
     cluster = arithmetic_cluster
     dice = random.Random(1)
     plans = [
-        (prompt_of(i, dice.choice((5, 40, 300, 900))), dice.random() < 0.5, dice.random() * 0.5) for i in range(100)
+        (prompt_of(i, dice.choice((5, 40, 300, 900))), dice.random() < 0.5, dice.random() * 0.5) for i in range(50)
     ]
 
     def run(plan: tuple[list[int], bool, float]) -> bool:
@@ -164,7 +164,7 @@ def test_random_cancels_leave_nothing_behind(arithmetic_cluster: Cluster) -> Non
 
     def round_of_them() -> None:
         with ThreadPoolExecutor(24) as pool:
-            assert sum(pool.map(run, plans)) >= 40
+            assert sum(pool.map(run, plans)) >= 15
         cluster.wait_until_idle()
 
     def leaves_something() -> bool:
@@ -567,12 +567,12 @@ def test_metrics_tell_what_happened(arithmetic_cluster: Cluster) -> None:
     )  # fmt: skip
     prompt = prompt_of(70, 64)
     arithmetic_cluster.generate(token_ids=prompt, sampling=sampling(8))
-    before = {name: metric(arithmetic_cluster, name) for name in names}
+    before = exposition(arithmetic_cluster)
     arithmetic_cluster.generate(token_ids=prompt, sampling=sampling(8))
-    after = {name: metric(arithmetic_cluster, name) for name in names}
+    after = exposition(arithmetic_cluster)
     for name in names:
-        assert after[name] > before[name], name
-    assert metric(arithmetic_cluster, "baton_kv_blocks") == 4 * 512
+        assert sample(after, name) > sample(before, name), name
+    assert sample(after, "baton_kv_blocks") == 4 * 512
 
 
 def test_metrics_and_status_tell_of_every_workers_transfers() -> None:
@@ -591,12 +591,12 @@ def test_metrics_and_status_tell_of_every_workers_transfers() -> None:
             "pulled_tokens": 0,
         }
         cluster.wait_for(lambda s: [w["transfers"] for w in s["workers"]] == [shown, shown])
-        num_bytes = 160 * 2 * 2 * 8  # K and V of two layers, 8 bytes each
+        text, num_bytes = exposition(cluster), 160 * 2 * 2 * 8  # K and V of two layers, 8 bytes each
         for role, way, other_way in (("prefill", "sent", "received"), ("decode", "received", "sent")):
 
             def counted(name: str, *labels: str, role: str = role) -> float:
                 (worker,) = cluster.ids(role)
-                return metric(cluster, f"baton_kv_{name}", f'worker="{worker}"', f'role="{role}"', *labels)
+                return sample(text, f"baton_kv_{name}", f'worker="{worker}"', f'role="{role}"', *labels)
 
             by_way = {direction: f'direction="{direction}"' for direction in (way, other_way)}
             assert counted("transfers_total", by_way[way], 'outcome="committed"') == 1

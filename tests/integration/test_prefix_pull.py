@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,8 +16,7 @@ from baton.cluster import Role
 from baton.config import RouterConfig, SloClassConfig, TransferConfig
 from engine.testing import expected_tokens
 from tests.chaos.fleet import Fleet, running_fleet
-from tests.integration.cluster import Answer, Cluster, Served, request
-from tests.integration.test_real_model import Reference, greedy, num_excepted
+from tests.integration.cluster import Answer, Served, request
 from tests.support.asking import held_by, metric, prompt_of, sampling
 from tests.support.waiting import wait_until
 
@@ -107,7 +105,7 @@ def test_left_to_itself_the_next_turn_goes_where_the_conversation_is() -> None:
     """Split or not: it is computed where the most of it is, or what is missing there comes over."""
     with running_fleet(PATIENT, RouterConfig(), num_blocks=NUM_BLOCKS, lease_s=LEASE_S, token_ms=TOKEN_MS) as fleet:
         cluster = fleet.fill(*TWO_EACH)
-        for seed in (120, 140, 160):
+        for seed in (120, 140):
             conversation = Conversation(seed)
             conversation.first_turn(cluster)
             assert conversation.second_turn(cluster).usage.cached_tokens == conversation.num_held
@@ -124,7 +122,8 @@ def slow_fleet() -> Iterator[Fleet]:
     """
     busy = SloClassConfig(affinity_weight=1e5, interference_weight=1e12)
     router = RouterConfig(mode="aggregated", slo_classes={"default": busy})
-    with running_fleet(PATIENT, router, num_blocks=NUM_BLOCKS, lease_s=LEASE_S, faults="link_delay_ms=3000") as fleet:
+    settings: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "lease_s": LEASE_S, "step_ms": 4.0}
+    with running_fleet(PATIENT, router, faults="link_delay_ms=3000", **settings) as fleet:
         fleet.fill(Role.DECODE, Role.DECODE)
         yield fleet
 
@@ -134,8 +133,7 @@ class Busy:
 
     def __init__(self, cluster: Served, conversation: Conversation) -> None:
         self._prompt = conversation.so_far + prompt_of(7, 800)
-        self._num_tokens = 6000
-        assert len(self._prompt) + self._num_tokens <= 8192, "the model's context"
+        self._num_tokens = 1500
         self._messages = cluster.inference.Generate(
             request(token_ids=self._prompt, sampling=sampling(self._num_tokens)), timeout=240
         )
@@ -228,30 +226,3 @@ def test_a_slow_transport_delays_no_first_token() -> None:
             assert stages_s + timing.recovery_s == pytest.approx(timing.total_s, abs=1e-3), (
                 "a stage is missing, or twice there"
             )
-
-
-# -- the real model ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def reference(model_dir: Path) -> Reference:
-    return Reference(model_dir)
-
-
-@pytest.mark.chaos
-def test_a_pulled_prefix_gives_the_tokens_of_generate(split_cluster: Cluster, reference: Reference) -> None:
-    prompt = reference.tokenizer.encode("Once upon a time, in a village by the sea, there lived a fisherman who")
-    with held_by(split_cluster) as num_tokens:
-        first = split_cluster.generate(token_ids=prompt, sampling=sampling(100))
-        so_far = prompt + first.token_ids
-        num_tokens[first.timing.prefill_worker] = whole_blocks(len(prompt))
-        num_tokens[first.timing.decode_worker] = whole_blocks(len(so_far) - 1)
-    second_prompt = so_far + reference.tokenizer.encode(" The next morning, the fisherman")
-    before = metric(split_cluster, "baton_kv_pulled_tokens_total")
-    second = greedy(split_cluster, second_prompt)
-    assert second.usage.cached_tokens == whole_blocks(len(so_far) - 1)
-    assert second.timing.retries == 0
-    num_pulled = whole_blocks(len(so_far) - 1) - whole_blocks(len(prompt))
-    wait_until(lambda: metric(split_cluster, "baton_kv_pulled_tokens_total") == before + num_pulled)
-    excepted = num_excepted(second.token_ids, *reference.generate(second_prompt, len(second.token_ids)))
-    print(f"{num_pulled} tokens pulled, {excepted} answers excepted at a near tie")

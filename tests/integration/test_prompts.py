@@ -27,9 +27,9 @@ HISTORY: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=["disaggregated", "aggregated"])
-def cluster(request: pytest.FixtureRequest) -> Iterator[Served]:
-    with running_fleet(TransferConfig(), RouterConfig(mode=request.param)) as fleet:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Served]:
+    with running_fleet(TransferConfig(), RouterConfig(mode="disaggregated")) as fleet:
         yield fleet.fill(*Role)
 
 

@@ -22,7 +22,9 @@ from baton.api import GenerateChunk, GenerateRequest, Text
 from baton.scores import TokenScores
 from tests.chaos import asks
 from tests.integration.cluster import Answer, Cluster, request, running_cluster
-from tests.support.asking import metric
+from tests.integration.test_prefix_pull import whole_blocks
+from tests.support.asking import held_by, metric, sampling
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
 
@@ -132,7 +134,7 @@ def num_excepted(got: list[int], want: list[int], margins: list[float]) -> int:
 def test_tokens_equal_generate(
     num_tokens: int, split_cluster: Cluster, reference: Reference, prompts: list[list[int]], several_chunks: list[int]
 ) -> None:
-    prompts = [*prompts, several_chunks] if num_tokens > NUM_NEW_TOKENS else prompts[::4]
+    prompts = [*prompts, several_chunks] if num_tokens > NUM_NEW_TOKENS else prompts[5::6]
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         answers = list(pool.map(lambda prompt: greedy(split_cluster, prompt, num_tokens), prompts))
     excepted = 0
@@ -221,7 +223,7 @@ def test_log_probabilities_are_those_of_transformers(
         scores = TokenScores.joined(chunk.scores for chunk in chunks)
         return GenerateChunk(request_id="", choice_index=0, token_ids=token_ids, scores=scores)
 
-    chosen = prompts[:20]
+    chosen = prompts[:20:3]
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(answer, chosen))
     for prompt, found in zip(chosen, answers, strict=True):
@@ -476,11 +478,31 @@ def test_aggregated_answers_are_the_same(split_cluster: Cluster, prompts: list[l
     ]
     asked = [(prompts[4], each) for each in settings] + [(prompts[10], settings[1]), (prompts[-3], settings[2])]
     with running_cluster("--prefill", "0", "--decode", "1", router_mode="aggregated") as cluster:
-        aggregated = [cluster.generate(token_ids=prompt, sampling=sampling) for prompt, sampling in asked]
-    for (prompt, sampling), whole in zip(asked, aggregated, strict=True):
-        split = split_cluster.generate(token_ids=prompt, sampling=sampling)
+        aggregated = [cluster.generate(token_ids=prompt, sampling=fields) for prompt, fields in asked]
+    for (prompt, fields), whole in zip(asked, aggregated, strict=True):
+        split = split_cluster.generate(token_ids=prompt, sampling=fields)
         assert (split.timing.mode, whole.timing.mode) == ("disaggregated", "aggregated")
         assert split.token_ids == whole.token_ids
         assert split.text == whole.text
         assert split.finish_reason == whole.finish_reason
         assert split.usage.completion_tokens == whole.usage.completion_tokens
+
+
+@pytest.mark.chaos
+def test_a_pulled_prefix_gives_the_tokens_of_generate(split_cluster: Cluster, reference: Reference) -> None:
+    """The prefill worker pulls what the decode worker generated, as in test_prefix_pull.py."""
+    prompt = reference.tokenizer.encode("Once upon a time, in a village by the sea, there lived a fisherman who")
+    with held_by(split_cluster) as num_tokens:
+        first = split_cluster.generate(token_ids=prompt, sampling=sampling(100))
+        so_far = prompt + first.token_ids
+        num_tokens[first.timing.prefill_worker] = whole_blocks(len(prompt))
+        num_tokens[first.timing.decode_worker] = whole_blocks(len(so_far) - 1)
+    second_prompt = so_far + reference.tokenizer.encode(" The next morning, the fisherman")
+    before = metric(split_cluster, "baton_kv_pulled_tokens_total")
+    second = greedy(split_cluster, second_prompt)
+    assert second.usage.cached_tokens == whole_blocks(len(so_far) - 1)
+    assert second.timing.retries == 0
+    num_pulled = whole_blocks(len(so_far) - 1) - whole_blocks(len(prompt))
+    wait_until(lambda: metric(split_cluster, "baton_kv_pulled_tokens_total") == before + num_pulled)
+    excepted = num_excepted(second.token_ids, *reference.generate(second_prompt, len(second.token_ids)))
+    print(f"{num_pulled} tokens pulled, {excepted} answers excepted at a near tie")

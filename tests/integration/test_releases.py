@@ -26,7 +26,7 @@ MIN_P = "SamplingParams.5"
 FIELD_99 = b"\x98\x06\x01"
 PATIENT = {"default": SloClassConfig(ttft_ms=600_000)}
 """However slow the machine, no request is refused because it would be late."""
-NUM_ROUNDS = 20
+NUM_ROUNDS = 12
 AT_ONCE = 6
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import pytest
@@ -53,10 +53,19 @@ def stopped_by(request: GenerateRequest, text: str, begin: float, num_characters
     return replace(request, sampling={**request.sampling, "stop": (text[at : at + num_characters], "\0nowhere")})
 
 
+KILLING = {
+    "test_a_killed_router_loses_no_stream",
+    "test_what_a_router_noted_is_what_another_goes_on_from",
+    "test_a_client_of_ours_does_not_notice",
+}
+
+
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    """Enough routers for all tests: those that kill one take the first that is alive. The last two stay."""
-    with running_fleet(TRANSFER, ROUTER, num_routers=6, step_ms=STEP_MS, lease_s=LEASE_S) as fleet:
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    """A router for each test that kills one, the first that is alive, and two that stay."""
+    num_killed = sum(getattr(item, "originalname", "") in KILLING for item in request.session.items)
+    settings: dict[str, Any] = {"num_routers": num_killed + 2, "step_ms": STEP_MS, "lease_s": LEASE_S}
+    with running_fleet(TRANSFER, ROUTER, **settings) as fleet:
         fleet.wait_for(*(fleet.add(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)))
         yield fleet
 
@@ -82,7 +91,7 @@ def requests_of_every_kind(fleet: Fleet) -> list[GenerateRequest]:
         stopped_by(seeded(prompt_of(3, 30), 150, 5), text, 0.9, 12),
         greedy(prompt_of(6, 40), 8),
     ]
-    return [replace(kind, request_id=next(REQUEST_IDS)) for kind in kinds * 3]
+    return [replace(kind, request_id=next(REQUEST_IDS)) for kind in kinds * 2]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +140,7 @@ def test_a_killed_router_loses_no_stream(fleet: Fleet, has_redis: bool) -> None:
         if request.sampling["temperature"] and "seed" not in request.sampling
         for heard in whole.choices
     ]
-    assert len(set(drawn)) == len(drawn) == 12, "without a seed, every id and every choice has draws of its own"
+    assert len(set(drawn)) == len(drawn) == 8, "without a seed, every id and every choice has draws of its own"
 
 
 @pytest.mark.parametrize("is_elsewhere", [True, False])
@@ -363,7 +372,7 @@ def test_what_a_router_noted_is_what_another_goes_on_from(fleet: Fleet) -> None:
 def test_a_client_of_ours_does_not_notice(fleet: Fleet) -> None:
     """Several addresses: the first router dies under it, the second stops; the third brings it to its end."""
     survivor = fleet.routers[-1]
-    request = replace(seeded(prompt_of(12, 20), 700, 4, n=2), request_id=next(REQUEST_IDS))
+    request = replace(seeded(prompt_of(12, 20), 400, 4, n=2), request_id=next(REQUEST_IDS))
     whole = Listener(replace(request, request_id=next(REQUEST_IDS))).listen(survivor)
     victims = alive(fleet)[:1]
     client = Client(",".join(["127.0.0.1:1", *(router.grpc for router in [*victims, survivor])]))
@@ -375,7 +384,7 @@ def test_a_client_of_ours_does_not_notice(fleet: Fleet) -> None:
         choice.text += chunk.text
         choice.finish_reason = chunk.finish_reason
         heard.num_completion_tokens = chunk.usage.completion_tokens if chunk.usage else None
-        if victims and heard.num_tokens > 300:
+        if victims and heard.num_tokens > 200:
             kill(victims.pop())
     client.close()
     heard.same_as(whole)

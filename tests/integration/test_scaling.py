@@ -29,7 +29,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
 
-NUM_CLIENTS = 8
+NUM_CLIENTS = 5
 NUM_TOKENS = 60
 # Fewer sequences at a time than there are clients: one worker a pool is too few.
 SETTINGS = {

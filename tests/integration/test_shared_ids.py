@@ -30,7 +30,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
-NUM_REQUESTS = int(os.environ.get("SHARED_ID_REQUESTS", "72"))
+NUM_REQUESTS = int(os.environ.get("SHARED_ID_REQUESTS", "36"))
 IDS = ("1", "order-7", "shared/0/0", "x" * 128, "null", "2")
 TENANTS = ("alice", "bob")
 NUM_BETWEEN_LEAVES = 10
@@ -133,7 +133,7 @@ def test_everybody_uses_the_same_ids_while_workers_drain_and_die(fleet: Fleet) -
 
     with leaving(fleet) as has_answered, ThreadPoolExecutor(len(callers)) as pool:
         for going in [pool.submit(go_on, caller) for caller in callers]:
-            going.result(60 + 2 * NUM_REQUESTS)
+            going.result(120 + 2 * NUM_REQUESTS)
 
 
 def test_an_answer_goes_on_at_the_router_where_another_tenants_runs(fleet: Fleet) -> None:

@@ -34,9 +34,9 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
 
-NUM_REQUESTS = int(os.environ.get("TRANSPARENT_REQUESTS", "120"))
+NUM_REQUESTS = int(os.environ.get("TRANSPARENT_REQUESTS", "80"))
 NUM_CLIENTS = 16
-NUM_EXPECTED = 76
+NUM_EXPECTED = 48
 """Answers that are worked out without a cluster, too."""
 NUM_BETWEEN_LEAVES = 12
 """Answers heard before the next worker leaves."""
@@ -45,7 +45,7 @@ LEASE_S = 15.0
 TRANSFER = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
 NUM_CHATS = NUM_REQUESTS // 6
 """Requests over gRPC whose answers may reason: the last ones."""
-NUM_OTHERS = NUM_REQUESTS // 10
+NUM_OTHERS = max(12, NUM_REQUESTS // 10)
 """Requests of other APIs."""
 REQUESTS = [
     replace(asked, request_id=f"transparent-{number}")

@@ -41,7 +41,7 @@ from tests.support.waiting import wait_until
 from tools.dashboards.catalogue import definitions
 from tools.dashboards.model import ZERO
 
-pytestmark = [pytest.mark.first, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.first, pytest.mark.full, pytest.mark.timeout(1000)]
 
 TENANTS = """
 flood: {{key_sha256: ['{flood}'], slo_class: chat}}

@@ -40,7 +40,12 @@ def exposition(cluster: Served) -> str:
 
 def metric(cluster: Served, name: str, *labels: str) -> float:
     """Sum over all label values, or over those with all of `labels`."""
-    lines = [line for line in exposition(cluster).splitlines() if line.startswith((name + "{", name + " "))]
+    return sample(exposition(cluster), name, *labels)
+
+
+def sample(text: str, name: str, *labels: str) -> float:
+    """The same of an exposition, which takes `FRESH_S` to read and has many."""
+    lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
     return sum(float(line.rpartition(" ")[2]) for line in lines if all(label in line for label in labels))
 
 

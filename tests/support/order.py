@@ -9,7 +9,8 @@ ONE_CLUSTER = {
     f"tests/integration/test_{name}.py"
     for name in ("plumbing", "doctor", "explain", "live", "node_clients", "dependencies")
 }
-ONE_CHART = {f"tests/helm/test_{name}.py" for name in ("config", "policy", "relations", "render")}
+ONE_REAL_CLUSTER = {f"tests/integration/test_{name}.py" for name in ("real_model", "responses")}
+ONE_CHART = {f"tests/helm/test_{name}.py" for name in ("config", "keys", "policy", "reach", "relations", "render")}
 """Which ask for the same charts, each of which a process renders once."""
 ONE_INTERPRETER = {
     f"tests/unit/engine/model/test_{name}.py" for name in ("batch_invariance", "decode_graphs", "fused", "kernels")
@@ -18,6 +19,7 @@ ONE_SYNTAX = {f"tests/unit/test_{name}.py" for name in ("house", "security", "wo
 """Which read the syntax of every file of the product."""
 SCOPES = (
     dict.fromkeys(ONE_CLUSTER, "one cluster")
+    | dict.fromkeys(ONE_REAL_CLUSTER, "one real cluster")
     | dict.fromkeys(ONE_CHART, "one chart")
     | dict.fromkeys(ONE_INTERPRETER, "one interpreter")
     | dict.fromkeys(ONE_SYNTAX, "one syntax")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import pytest_xdist_make_scheduler
-from tests.support.order import ONE_CHART, ONE_CLUSTER, ONE_INTERPRETER, ONE_SYNTAX, put_first
+from tests.support.order import ONE_CHART, ONE_CLUSTER, ONE_INTERPRETER, ONE_REAL_CLUSTER, ONE_SYNTAX, put_first
 
 ROOT = Path(__file__).parents[2]
 LOG: Any = SimpleNamespace(loadscopesched=lambda *told: None, loadfilesched=lambda *told: None)
@@ -72,7 +72,11 @@ def test_files_that_share_something_run_in_one_process(files: set[str]) -> None:
 
 @pytest.mark.parametrize(
     ("folder", "argument", "files"),
-    [("integration", "arithmetic_cluster: Cluster", ONE_CLUSTER), ("unit", "interpreter: Executor", ONE_INTERPRETER)],
+    [
+        ("integration", "arithmetic_cluster: Cluster", ONE_CLUSTER),
+        ("integration", "split_cluster: Cluster", ONE_REAL_CLUSTER),
+        ("unit", "interpreter: Executor", ONE_INTERPRETER),
+    ],
 )
 def test_those_are_the_files_that_ask_for_it(folder: str, argument: str, files: set[str]) -> None:
     """A file that shares the session's cluster and is not named would bring up another one in its process."""
