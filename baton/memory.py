@@ -124,6 +124,10 @@ def _pools(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+OF_PACKED, PACKED = "_blocks", 2
+"""End of the names of tensors of mxfp4 checkpoints, and the numbers in each of their bytes; loading unpacks them."""
+
+
 def weights_bytes(folder: Path, dtype: str = "") -> int:
     """Return the bytes that the weights of a model's folder take in memory.
 
@@ -144,10 +148,13 @@ def _weights_files(folder: Path) -> list[Path]:
 def _file_bytes(path: Path, itemsize: int | None) -> int:
     """Return the bytes of the tensors in a safetensors file's header; without such a header, the size of the file."""
     try:
-        heads = read_header(path).values()
+        heads = read_header(path)
     except (OSError, ValueError):
         return path.stat().st_size
-    return sum(head.num_bytes if itemsize is None else head.num_elements * itemsize for head in heads)
+    if itemsize is None:
+        return sum(head.num_bytes for head in heads.values())
+    counts = ((PACKED if name.endswith(OF_PACKED) else 1) * head.num_elements for name, head in heads.items())
+    return itemsize * sum(counts)
 
 
 def available_memory(

@@ -15,7 +15,7 @@ from baton.plain_files import MAX_BYTES, open_plain, parse_json, read_plain
 CAUSAL = "ForCausalLM"
 CONTINUES_TEXT = (CAUSAL, "ForConditionalGeneration", "LMHeadModel")
 """Ends of the names of architectures that may continue a text; the worker asks the model itself."""
-RUNNABLE_QUANTIZATIONS = ("fp8",)
+RUNNABLE_QUANTIZATIONS = ("fp8", "mxfp4")
 """Quantization methods whose weights transformers can dequantize by itself."""
 ELSEWHERE = ("configuration_files", "transformers_weights", "fusion_config")
 """Fields of config.json that make transformers read files that Baton has not checked, or change its classes."""

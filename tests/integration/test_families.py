@@ -6,25 +6,40 @@ let us compute is refused by a sentence: each net under wrong tokens has a type 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from opentelemetry.context import Context
 
-from baton.config import EngineConfig
+from baton.config import EngineConfig, ModelConfig
 from baton.errors import ModelLoadError
+from baton.memory import weights_bytes
+from baton.messages import DecodeRequest, FirstToken, PrefillRequest, SequenceSpec, Ticket
+from decode_worker.service import DecodeService
+from engine.core.beams import BeamSearch
+from engine.core.kv_spec import KVSpec
 from engine.model import asking, self_check
 from engine.model.asking import ask
 from engine.model.transformers_model import ModelRank
+from engine.model.transformers_runner import TransformersRunner
+from prefill_worker.service import PrefillService
+from tests.integration import test_beams
 from tests.integration.test_engine_models import (
+    ENGINE,
     SIZES,
     VOCAB_SIZE,
     answers,
     edit_config,
+    edit_weights,
+    fork_and_compare,
     load_reference,
     make_engine,
     make_spec,
@@ -35,6 +50,7 @@ from tests.integration.test_engine_models import (
     tokens_of,
 )
 from tests.support.families import EXPERTS, GEMMA4, HEADS, LATENT, OFTEN, OTHERS, SMALL_GPT, WINDOW
+from tests.unit.kvstore.transfer.peers import CONFIG, engine_worker
 
 pytestmark = pytest.mark.integration
 
@@ -84,6 +100,60 @@ def test_steps_planned_ahead_drafts_and_preemption_change_nothing(kind: str, tmp
     specs = [make_spec(f"{i}", prompt, 12, ignore_eos=True) for i, prompt in enumerate(again)]
     got = answers(make_engine(tmp_path, drafting), specs, 0)[0]
     assert sum(same_up_to_near_ties(g, refer(reference, p, 12)) for g, p in zip(got, again, strict=True)) >= 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_choices_that_fork_and_beams_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    save_untied(kind, KINDS[kind], tmp_path)
+    reference = load_reference(tmp_path)
+    fork_and_compare(make_engine(tmp_path), reference)
+    engine, asked = make_engine(tmp_path), prompts()[1:3]
+    specs = [test_beams.spec_of(f"{i}", prompt, beam_width=3) for i, prompt in enumerate(asked)]
+    num_different = 0
+    for spec, prompt, found in zip(specs, asked, test_beams.searched(engine, specs), strict=True):
+        search = BeamSearch.of(spec, engine.runner.eos_token_ids, engine.runner.max_model_len)
+        num_different += test_beams.num_near_ties(search, found, test_beams.refer(reference, prompt, 3, 1.0))
+    assert num_different <= 1
+
+
+SLOTS = replace(CONFIG, slot_bytes=2**17)
+
+
+async def transferred(folder: Path, spec: SequenceSpec) -> tuple[list[int], int, KVSpec]:
+    """The answer of two workers, one of which computes the prompt; the bytes that went from one to the other."""
+    runners: list[Any] = [TransformersRunner(ModelConfig(path=str(folder), device="cpu"), ENGINE) for _ in range(2)]
+    async with (
+        engine_worker("prefill", runners[0], SLOTS) as prefill,
+        engine_worker("decode", runners[1], SLOTS) as decode,
+    ):
+        answer = DecodeService(decode.context).decode(DecodeRequest(spec, await_kv=True), Context())
+        ticket = await anext(answer)
+        assert isinstance(ticket, Ticket)
+        tokens, num_bytes = list[int](), 0
+        rest = asyncio.create_task(rest_of(answer))
+        async for event in PrefillService(prefill.context).prefill(PrefillRequest(spec, ticket), Context()):
+            if isinstance(event, FirstToken):
+                assert event.token_id is not None
+                tokens.append(event.token_id)
+            else:
+                num_bytes = event.num_bytes
+        return tokens + await rest, num_bytes, runners[1].spec
+
+
+async def rest_of(answer: AsyncGenerator[Any]) -> list[int]:
+    return [token async for event in answer for token in event.token_ids]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_kv_that_one_worker_computes_is_enough_for_another(kind: str, tmp_path: Path) -> None:
+    """What goes over the wire is what the layers keep, of every layer: of latents, the latents."""
+    save_untied(kind, KINDS[kind], tmp_path)
+    prompt = prompts()[4]
+    tokens, num_bytes, spec = await transferred(tmp_path, make_spec("one", prompt, 12, ignore_eos=True))
+    assert same_up_to_near_ties(tokens, refer(load_reference(tmp_path), prompt, 12))
+    assert num_bytes == 4 * spec.block_bytes
+    if kind == "deepseek_v3":
+        assert num_bytes == 64 * (32 + 8) * 4 * 4, "tokens, numbers of a token, bytes of a number, layers"
 
 
 EYES = {"image_token_id": 500, "vision_start_token_id": 501, "vision_end_token_id": 502, "video_token_id": 503}
@@ -218,6 +288,31 @@ def test_a_model_that_only_its_own_attention_computes_is_refused(
         make_engine(tmp_path)
     monkeypatch.setattr(self_check, "require_equal", lambda *_: None)
     make_engine(tmp_path)
+
+
+def test_a_checkpoint_in_mxfp4_answers_as_its_numbers_in_float32(tmp_path: Path) -> None:
+    """As gpt-oss is published; that they fit into memory is asked of what they become."""
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    save_untied("gpt_oss", OFTEN["gpt_oss"] | {"intermediate_size": 64}, tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    unpacked = weights_bytes(tmp_path, "float32")
+
+    def pack(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, inputs, outputs = weights.pop(name).shape
+            size = (experts, outputs, inputs // 32)
+            blocks = torch.randint(0, 256, (*size, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(122, 125, size, dtype=torch.uint8, generator=generator)
+            weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    edit_weights(tmp_path, pack)
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    assert weights_bytes(tmp_path, "float32") >= unpacked
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True), trust_remote_code=False
+    ).eval()
+    assert num_as_generate(make_engine(tmp_path), reference) >= 8
 
 
 FULL_SIZES = {"deepseek_v3": 70_272, "gemma3_text": 106_496, "gemma4_text": 143_360, "gpt_oss": 73_728}
