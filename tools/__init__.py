@@ -7,6 +7,7 @@ reference_docs  the tables of docs/configuration.md and docs/grpc.md, from setti
 site         the documents as a site, with mkdocs
 lock         the images' locks, from what uv resolved: exact versions with the hash of each file
 release      one version everywhere, and the images of a release by their digests
+model_docs   the table of docs/models.md, from what the models answer
 mutants      faults of one line, each of which a test must see
 walk         the files that a prompt passes, from a traced request
 """
@@ -16,6 +17,7 @@ __all__ = [
     "chart_docs",
     "dashboards",
     "lock",
+    "model_docs",
     "mutants",
     "reference_docs",
     "release",

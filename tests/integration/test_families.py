@@ -49,7 +49,7 @@ from tests.integration.test_engine_models import (
     save_tiny,
     tokens_of,
 )
-from tests.support.families import EXPERTS, GEMMA4, HEADS, LATENT, OFTEN, OTHERS, SMALL_GPT, WINDOW
+from tests.support.families import EXPERTS, GEMMA4, HEADS, KINDS, LATENT, OFTEN, OTHERS, SMALL_GPT, WINDOW
 from tests.unit.kvstore.transfer.peers import CONFIG, engine_worker
 
 pytestmark = pytest.mark.integration
@@ -59,8 +59,6 @@ TYPES = [
     *[pytest.param(kind, extra, id=kind, marks=pytest.mark.full) for kind, extra in OTHERS.items()],
     pytest.param("gemma4_text", GEMMA4, id="gemma4_text-alone", marks=pytest.mark.full),
 ]
-KINDS = {kind: OFTEN[kind] for kind in ("olmo3", "gpt_oss", "gemma2", "deepseek_v3", "gemma4_text")}
-"""Plain attention with RoPE by type of layer, sinks and a window, limited scores, latents, two groups of heads."""
 
 
 def save_untied(kind: str, extra: dict[str, Any], folder: Path) -> None:

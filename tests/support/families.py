@@ -83,3 +83,5 @@ OTHERS: dict[str, dict[str, Any]] = {
     "vaultgemma": LIMITED,
     "youtu": LATENT,
 }
+KINDS = {kind: OFTEN[kind] for kind in ("olmo3", "gpt_oss", "gemma2", "deepseek_v3", "gemma4_text")}
+"""Plain attention with RoPE by type of layer, sinks and a window, limited scores, latents, two groups of heads."""
