@@ -40,8 +40,7 @@ def test_answers_are_those_of_transformers_though_a_worker_dies(kind: str, tmp_p
         router_mode="disaggregated",
         router_slo_classes='{"default": {"ttft_ms": 600000, "itl_ms": 600000}}',
     ) as cluster:
-        asked = sampling(12)
-        got = [cluster.generate(token_ids=prompt, sampling=asked) for prompt in prompts()]
+        got = [cluster.generate(token_ids=prompt, sampling=sampling(12)) for prompt in prompts()]
         assert {answer.timing.mode for answer in got} == {"disaggregated"}
         for answer, prompt in zip(got, prompts(), strict=True):
             same_up_to_near_ties(answer.token_ids, refer(reference, prompt, 12))
