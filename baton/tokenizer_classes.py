@@ -25,22 +25,23 @@ from baton.errors import ModelLoadError
 logger = logging.getLogger(__name__)
 FILE = "TokenizersBackend"
 """Class that reads tokenizer.json unchanged."""
-OF_TYPE = {
-    "cohere": "CohereTokenizer",
-    "cohere2": "CohereTokenizer",
-    "gemma": "GemmaTokenizer",
-    "jais2": "GPT2Tokenizer",
-    "olmo": "GPTNeoXTokenizer",
-    "olmoe": "GPTNeoXTokenizer",
-    "qwen2": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
-    "qwen3_moe": "Qwen2Tokenizer",
-    "starcoder2": "GPT2Tokenizer",
-    **dict.fromkeys(("ernie4_5", "flex_olmo", "glm", "glm4", "granite", "ministral", "mistral", "mixtral"), FILE),
-    **dict.fromkeys(("nemotron", "olmo2", "phi3", "stablelm"), FILE),
+_OF_CLASS = {
+    "CohereTokenizer": "aya_vision cohere cohere2",
+    "GPT2Tokenizer": "gpt2 jais2 opt phi starcoder2",
+    "GPTNeoXTokenizer": "gpt_neox mpt olmo olmoe",
+    "GemmaTokenizer": "gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text",
+    "Qwen2Tokenizer": "internvl ovis2 qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe",
+    FILE: """aria ernie4_5 ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe gpt_bigcode
+        granite granitemoe granitemoeshared hyperclovax internlm3 llava llava_next mimo_v2_flash minicpm3 minimax_m2
+        ministral ministral3 mistral mistral3 mixtral nemotron olmo2 olmo3 persimmon phi3 phimoe smolvlm stablelm
+        vipllava""",
 }
+OF_TYPE = {kind: name for name, kinds in _OF_CLASS.items() for kind in kinds.split()}
 """Model types that have a class. The others get the class that their folder names."""
-CORRECTED = frozenset(("ernie4_5", "nemotron", "phi3", "qwen2"))
+CORRECTED = frozenset({
+    "ernie4_5", "ernie4_5_moe", "fuyu", "hyperclovax", "internlm3", "llava", "llava_next", "minicpm3", "minimax_m2",
+    "nemotron", "phi3", "phimoe", "qwen2", "smolvlm", "vipllava",
+})  # fmt: skip
 """Types whose class takes precedence over the folder's."""
 READ = frozenset((FILE, "PreTrainedTokenizer", "PythonBackend", "ConvBertTokenizer", "FNetTokenizer"))
 """Classes of transformers that read tokenizer.json unchanged, as it is also read for an unknown class name."""

@@ -215,14 +215,14 @@ class MessagePlaces:
 
 
 class Arrivals(grpc.aio.ServerInterceptor):
-    """Interceptor that reads the messages of calls when they have places.
+    """Interceptor that reads a message only when its call has one of the limited places; see `MessagePlaces`.
 
     It must be the last interceptor, so that the others can reject a call before any of it is read. Every handler that
     it returns takes a stream of messages, also for methods that take one message.
 
     Args:
-        max_message_bytes: the longest message of the server.
-        message_s: longest time for a message, in seconds.
+        max_message_bytes: maximum size of a message that the server accepts.
+        message_s: maximum time to receive one message, in seconds.
     """
 
     def __init__(self, max_message_bytes: int, message_s: float = MESSAGE_S) -> None:

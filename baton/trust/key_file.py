@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeyFile:
-    """Keys of one member, as the file at `path` has them now.
+    """Keys of one member, kept up to date with the file at `path`.
 
     When the file changes, its former keys stay valid for `KEPT_S`, but no longer sign. If the file becomes unreadable
     or invalid, the last good keys stay in use, and one log line reports it.
@@ -28,7 +28,8 @@ class KeyFile:
         principal: the member.
 
     Raises:
-        ConfigError: the file cannot be read at first, every user may read it, or it is invalid.
+        ConfigError: at creation the file cannot be read, is invalid, may be accessed by users other than its owner and
+            group, or may be written by its group.
     """
 
     def __init__(self, path: str | Path, member: Principal) -> None:

@@ -1132,8 +1132,9 @@ Global___OpenConnections: _TypeAlias = OpenConnections  # noqa: Y015
 class StepCosts(_message.Message):
     """Costs in seconds. A step takes
     s_overhead + max(s_weights, s_per_token * tokens + s_per_pair * pairs) + s_per_sequence * decoding
-    + s_per_kv_token * context. `pairs` is the number of pairs of prompt tokens of which one attends to the other;
-    `context` is the total context length of the decoding sequences.
+    + s_per_kv_token * context. `tokens` is the number of tokens that the step computes, including one for each decoding
+    sequence; `pairs` is the number of tokens that each prompt token attends to, summed over the step's prompt tokens;
+    `decoding` is the number of decoding sequences; `context` is their total context length.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -49,7 +49,10 @@ def _count(raw: bytes, at: int, end: int, inner: _Inner, num_fields: int) -> int
     while at < end:
         num_fields += 1
         if num_fields > MAX_FIELDS:
-            raise InvalidRequest(f"the message has more than {MAX_FIELDS} fields; send fewer parts, numbers packed")
+            raise InvalidRequest(
+                f"the message has more than {MAX_FIELDS} fields, including nested ones; send fewer entries, such as "
+                "chat messages or tools, and encode repeated numbers as packed fields"
+            )
         tag, at = (raw[at], at + 1) if raw[at] < 0x80 else _varint(raw, at)
         kind = tag & 7
         if kind == _LENGTH:

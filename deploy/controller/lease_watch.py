@@ -45,7 +45,7 @@ class _LastAnswer:
 
 
 class LeaseWatch:
-    """Follower of the leases, which sets the flags of the workers in `lives`.
+    """Follower of the leases. It flags the workers in `lives` that are silent or that drain on their own.
 
     Attributes:
         me: the controller's address and identity for routers; announced in every round.

@@ -131,7 +131,7 @@ class Flips:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingDecision:
-    """Changes to make: first `flips`, then the pools to `sizes`."""
+    """Changes to make: first the changes of role (`flips`), then starts and stops until the pools have `sizes`."""
 
     before: Sizes
     sizes: Sizes
@@ -150,7 +150,7 @@ class ScalingDecision:
 
     @property
     def flips(self) -> Flips | None:
-        """Changes of role: as many as one pool has in surplus and the other lacks."""
+        """Changes of role: one pool's surplus workers move to the other pool, at most as many as that pool lacks."""
         more_prefill, more_decode = self._more
         if (num := min(more_prefill, -more_decode)) > 0:
             return Flips(num, Role.PREFILL)

@@ -46,7 +46,7 @@ class Drafter:
         most: maximum number of drafts per sequence and step.
         eos_token_ids: tokens that end every response.
         max_model_len: maximum length of a sequence, in tokens.
-        model: draft model that proposes too; None: there is none.
+        model: draft model, which proposes drafts in addition to the n-gram look-up; None: only the look-up does.
     """
 
     def __init__(

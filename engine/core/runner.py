@@ -36,7 +36,7 @@ A reader must wait for the fence first (None: may read at once)."""
 
 
 def ignore_layer(layer: int, fence: Fence | None) -> None:
-    """`OnLayerDone` of a caller that only needs the whole step. A runner that receives it skips the fences."""
+    """Do nothing: the `OnLayerDone` for callers that wait for the end of the step. Runners then record no fences."""
 
 
 class NotedLayers:

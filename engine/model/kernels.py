@@ -103,8 +103,9 @@ def _blocks_of(table, start, end, KEYS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weighed(scores, peak, scale):
-    """Return the exponentials of the scores relative to each row's running maximum, the factor for earlier sums, and
-    the maximum.
+    """Return the weights of some keys, the factor that rescales each row's earlier sums, and each row's new maximum.
+
+    As in online softmax, a weight is 2 to the power of the scaled score less the new maximum.
     """
     higher = tl.maximum(peak, tl.max(scores, 1) * scale)
     level = tl.where(higher == float("-inf"), 0.0, higher)  # for a row that has seen no key

@@ -23,7 +23,7 @@ _NATURAL = re.compile(rf"[0-9]{{1,{MAX_NUMBER_BYTES}}}".encode())
 def natural(found: object, most: int) -> int:
     """Decode a number; raises ValueError unless the bytes are digits of a number from 0 to `most`."""
     if not isinstance(found, bytes) or not _NATURAL.fullmatch(found) or int(found) > most:
-        raise ValueError(f"{found!r:.100} is no number from 0 to {most}")
+        raise ValueError(f"{found!r:.100} is not a number from 0 to {most}")
     return int(found)
 
 

@@ -112,10 +112,10 @@ class GpuDevice(Protocol):
         """Return the calling thread's current stream."""
 
     def set_stream(self, stream: Any) -> None:
-        """Make a stream the calling thread's current one."""
+        """Set the calling thread's current stream."""
 
     def on_stream(self, stream: Any) -> AbstractContextManager[object]:
-        """Context manager: make a stream the calling thread's current one."""
+        """Context manager: set the calling thread's current stream."""
 
     def event(self) -> StreamEvent:
         """Create an event."""

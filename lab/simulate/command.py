@@ -145,8 +145,8 @@ def measured_scenario(
     """
     if trace.block_tokens != bench.block_tokens:
         raise ConfigError(
-            f"the trace has blocks of {trace.block_tokens} tokens and the measured workers of {bench.block_tokens}; "
-            "give the --scale and --block of the measurement"
+            f"the trace has blocks of {trace.block_tokens} tokens, but the measured workers have blocks of "
+            f"{bench.block_tokens}; set --block {bench.block_tokens}, and --scale as in the measurement"
         )
     plan = plan_for(trace, bench.max_model_len, max_output)
     engine = EngineConfig()

@@ -63,7 +63,8 @@ class World:
     ) -> None:
         if trace.block_tokens != shape.block_tokens:
             raise ValueError(
-                f"the trace has blocks of {trace.block_tokens} tokens, the workers of {shape.block_tokens}"
+                f"the trace has blocks of {trace.block_tokens} tokens, and the workers have blocks of "
+                f"{shape.block_tokens}"
             )
         self.members = Members(shape, costs, prefill, decode)
         self.served: list[Served] = []

@@ -220,7 +220,7 @@ def _schema_of_content(content: StructuredOutputs) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise invalid_structure(f"the schema is not JSON, or too deep: {error}") from error
     if not isinstance(schema, dict):
-        raise invalid_structure("the schema must be an object if the request has tools")
+        raise invalid_structure("its schema must be a JSON object if the request has tools")
     check_levels(schema, "structured_outputs")
     return schema
 

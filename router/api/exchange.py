@@ -96,7 +96,7 @@ async def at_a_reports_turn(request: Request) -> AsyncGenerator[None]:
 
 
 def _validated(value: Any, kind: type[AnyBody], ignored: Ignored) -> AnyBody:
-    """Return the validated body. If fields that change no answer make it invalid, they are removed from the value.
+    """Return the validated body. Fields that make it invalid but would have no effect are removed from `value`.
 
     Raises:
         InvalidRequest: the value is not an object; see `DeclaredBody.check_fields` too.

@@ -30,11 +30,12 @@ def kernels_of(device: torch.device) -> ModuleType | None:
 def choose_kernels(device: torch.device, least_run_words: int) -> None:
     """Choose the copy implementation for a cache on a device, once, and log the choice and its reason.
 
-    This compiles and tries the kernels, which may take seconds, and loads them into the GPU, which must not happen
-    while a kernel there waits for another GPU. So call it at the start of a process, before there is any connection.
+    This compiles, loads and tests the kernels, which may take seconds. Kernels must not be loaded into a GPU while a
+    kernel on it waits for another GPU, so call this when the process starts, before any connection is opened.
 
     Args:
-        least_run_words: words of 8 bytes of which the runs of all chunks are multiples.
+        least_run_words: number of 8-byte words that divides the length of every run. A run is a contiguous stretch of
+            a cache row that is copied as a unit.
     """
     if device not in CHOSEN:
         CHOSEN[device] = _choose(device, least_run_words)
