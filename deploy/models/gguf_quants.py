@@ -35,7 +35,8 @@ def dequantize(data: npt.NDArray[np.generic], kind: Kind) -> Array:
         return np.asarray(library(data, kind), dtype=np.float32)
     _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.ascontiguousarray(data).view(np.uint8).reshape(-1, num_bytes)
-    return BLOCKS[kind](blocks).reshape(*data.shape[:-1], -1)
+    numbers: Array = BLOCKS[kind](blocks).reshape(*data.shape[:-1], -1)
+    return numbers
 
 
 def _q8_0(blocks: Bytes) -> Array:
@@ -90,7 +91,7 @@ def _scale(column: Bytes) -> Array:
 
 def _halves(packed: Bytes) -> tuple[Bytes, Bytes]:
     """Return the low and the high four bits of each byte."""
-    return packed & 15, packed >> 4
+    return packed & np.uint8(15), packed >> np.uint8(4)
 
 
 BLOCKS: dict[Kind, Callable[[Bytes], Array]] = {Kind.Q4_K: _q4_k, Kind.Q5_0: _q5_0, Kind.Q6_K: _q6_k, Kind.Q8_0: _q8_0}
