@@ -46,8 +46,8 @@ def _q8_0(blocks: Bytes) -> Array:
 def _q5_0(blocks: Bytes) -> Array:
     fifth = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little")
     low, high = _halves(blocks[:, 6:])
-    codes = np.concatenate([low, high], axis=1) | fifth << 4
-    return _scale(blocks[:, :2]) * (codes.astype(np.float32) - np.float32(16))
+    codes: Bytes = np.concatenate([low, high], axis=1) | fifth << 4
+    return _scale(blocks[:, :2]) * (codes.astype(np.int8) - 16)
 
 
 def _q4_k(blocks: Bytes) -> Array:
