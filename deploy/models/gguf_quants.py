@@ -20,16 +20,29 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize as library
+from gguf.quants import quant_shape_to_byte_shape
+
+from deploy.models.gguf_header import TensorInfo
 
 Array = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
+NUMBERS = {Kind.F16: "<f2", Kind.F32: "<f4"}
+"""Formats that are not quantized, by numpy's names. The library takes the others as bytes."""
+
+
+def rows_of(tensor: TensorInfo, file: Bytes) -> npt.NDArray[np.generic]:
+    """Return a view of a tensor in a mapped file: numbers, or bytes, `[rows, bytes of a row]`, if it is quantized."""
+    data = file[tensor.begin : tensor.begin + tensor.num_bytes]
+    if (numbers := NUMBERS.get(tensor.kind)) is not None:
+        return data.view(numbers).reshape(tensor.shape)
+    return data.reshape(quant_shape_to_byte_shape(tensor.shape, tensor.kind))
 
 
 def dequantize(data: npt.NDArray[np.generic], kind: Kind) -> Array:
     """Return the numbers of whole rows of a tensor, as float32.
 
     Args:
-        data: as `gguf.GGUFReader` has them: bytes, `[rows, bytes of a row]`, or numbers if they are not quantized.
+        data: bytes of the rows, `[rows, bytes of a row]`, or numbers as `rows_of` returns them.
     """
     if kind not in BLOCKS:
         return np.asarray(library(data, kind), dtype=np.float32)

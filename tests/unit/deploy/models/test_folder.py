@@ -193,7 +193,7 @@ def test_the_hubs_cache_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
     ("model_id", "sentence"),
     [
         ("/nowhere/at/all", "does not exist"),
-        ("smollm", "There is no model 'smollm'. Give a name of the catalogue .smollm2-135m-instruct."),
+        ("smollm", "There is no model 'smollm'. Give a name of the catalogue .gemma-3-270m, smollm2-135m-instruct."),
         ("a/b/c", "There is no model 'a/b/c'"),
     ],
 )
