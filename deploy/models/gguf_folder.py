@@ -22,9 +22,8 @@ from deploy.models.gguf_metadata import Metadata
 from deploy.models.gguf_quants import dequantize, rows_of
 from deploy.models.gguf_tokenizer import write_tokenizer
 from deploy.models.progress import OnModelProgress, Progress
-from deploy.models.safetensors_file import write_float32
+from deploy.models.safetensors_file import Array, write_float32
 
-Array = npt.NDArray[np.float32]
 Rows = npt.NDArray[Any]
 
 ROPE_FACTORS = "rope_freqs.weight"

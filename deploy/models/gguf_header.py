@@ -46,7 +46,7 @@ class TensorInfo:
 
     name: str
     shape: tuple[int, ...]
-    """As torch has it, `[out, in]`; GGUF has the innermost dimension first."""
+    """Shape in torch's order, `[out, in]`; GGUF has the innermost dimension first."""
     kind: GGMLQuantizationType
     begin: int
     """Byte of the file at which it starts."""

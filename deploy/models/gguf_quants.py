@@ -23,8 +23,8 @@ from gguf.quants import dequantize as library
 from gguf.quants import quant_shape_to_byte_shape
 
 from deploy.models.gguf_header import TensorInfo
+from deploy.models.safetensors_file import Array
 
-Array = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 NUMBERS = {Kind.F16: "<f2", Kind.F32: "<f4"}
 """Formats that are not quantized, by numpy's names. The library takes the others as bytes."""

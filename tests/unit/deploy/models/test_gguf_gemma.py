@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
@@ -28,7 +28,7 @@ CONTROLS = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn>"]
 DEFINED = ["\n", "\n\n", "  ", "   ", "<h1>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 PIECES = [
-    f"{SPACE}a", "ab", "aa", "aaa", "ba", f"{SPACE}ab", "bab", "abab", "h1",
+    f"{SPACE}a", "ab", "aa", "aaa", "ba", f"{SPACE}ab", "bab", "abab", "h1", "1h1", "b1",
     *f"{SPACE}abh1<>ü",
 ]  # fmt: skip
 """The best first. No piece holds a user-defined token."""
@@ -124,7 +124,7 @@ def test_the_configuration_is_gemmas(gemma: Path) -> None:
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (2, 1, 0)
 
 
-@pytest.mark.parametrize("shapes", [{}, {"b": (3, 5), "a.é": (7,), "c": ()}])
+@pytest.mark.parametrize("shapes", [{}, {"a": (2,)}, {"ab": (2,)}, {"b": (3, 5), "a.é": (7,), "c": ()}])
 def test_the_file_is_as_the_library_writes_it(tmp_path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     weights = {name: np.random.default_rng(2).random(shape).astype(np.float32) for name, shape in shapes.items()}
     save_file({name: np.asarray(weight) for name, weight in weights.items()}, tmp_path / "a", metadata={"format": "pt"})
@@ -162,6 +162,7 @@ def slowly(text: str) -> list[str]:
     return [token for tokens in known for token in tokens]
 
 
+@example(text="b1h1")
 @given(text=st.text(alphabet="aab bh1<>\nüé😀"))
 def test_text_has_sentencepieces_tokens(gemma: Path, text: str) -> None:
     tokenizer = Tokenizer.load(gemma)
@@ -177,6 +178,13 @@ def test_special_tokens_are_found_where_they_may_be(gemma: Path) -> None:
     assert TOKENS.index("<turn>") not in tokenizer.encode("<turn>ab")
     assert tokenizer.special_ids == set(range(len(CONTROLS)))
     assert tokenizer.eos_ids == (1,)
+
+
+def test_defined_tokens_have_sentencepieces_names(gemma: Path) -> None:
+    """llama.cpp wrote their spaces as spaces."""
+    vocabulary = json.loads((gemma / "tokenizer.json").read_text())["model"]["vocab"]
+    assert vocabulary[2 * SPACE] == TOKENS.index("  ")
+    assert vocabulary["\n\n"] == TOKENS.index("\n\n")
 
 
 def test_a_better_token_comes_first_and_its_longest_left_part() -> None:
