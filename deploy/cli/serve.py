@@ -26,7 +26,8 @@ class UpOptions:
         str | None, typer.Option(help="host:port of an existing Ray cluster in which to run the workers.")
     ] = None
     model: Annotated[
-        str | None, typer.Option(help="Model: a hub id, a local folder, or smollm2-135m-instruct (the default).")
+        str | None,
+        typer.Option(help="Model: a hub id, a local folder, smollm2-135m-instruct (the default) or gemma-3-270m."),
     ] = None
 
     def applied(self, settings: Config) -> Config:

@@ -183,7 +183,7 @@ def model(config: Config, is_needed: bool, weights: bool = True) -> Iterator[Che
             yield Check("model", "fail", f"{name} in {folder} is damaged: {problem}", f"{fetch} again, and converts it")
             return
         found = f"{name}, converted in {folder}" if is_there else f"{name} is not converted yet in {folder.parent}"
-        yield judged("model", is_there, found, f"{fetch} and converts it (90 MB)", lacking)  # type: ignore[arg-type]
+        yield judged("model", is_there, found, f"{fetch} and converts it ({CATALOGUE[name].download_mb} MB)", lacking)  # type: ignore[arg-type]
     elif is_local(name):
         try:
             check_folder(Path(name).expanduser(), weights=weights or not config.model.revision)

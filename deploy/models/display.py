@@ -16,7 +16,6 @@ TITLES = {
     "download": "Downloading",
     "verify": "Verifying",
     "dequantise": "Dequantising",
-    "write": "Writing",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from baton.errors import ModelLoadError
@@ -10,14 +11,13 @@ from baton.errors import ModelLoadError
 class Metadata:
     """Key-value part of a GGUF file."""
 
-    def __init__(self, reader: Any) -> None:
-        self._fields = reader.fields
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
 
     def get(self, key: str, default: Any = None) -> Any:
-        field = self._fields.get(key)
-        return default if field is None else field.contents()
+        return self._fields.get(key, default)
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._fields:
             raise ModelLoadError(f"The GGUF file has no {key}.")
-        return self.get(key)
+        return self._fields[key]

