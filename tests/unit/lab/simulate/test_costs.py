@@ -302,7 +302,7 @@ def test_the_requests_are_those_that_a_replay_sends() -> None:
     assert scenario.costs == BENCH.costs
     assert scenario.knows_lengths
     assert run_policy("baton", scenario).num_requests == 2
-    with pytest.raises(ConfigError, match="blocks of 32 tokens and the measured workers of 16"):
+    with pytest.raises(ConfigError, match="blocks of 32 tokens, but the measured workers have blocks of 16"):
         measured_scenario(replace(scenario.trace, block_tokens=32), BENCH, 1, 1, Objective(5.0, 1.0))
 
 
