@@ -323,12 +323,12 @@ def test_an_order_to_move_what_is_no_search_adds_nothing_to_its_sequence() -> No
 
 SAMPLING_FIELDS = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 SUPPORTED = [name for name in SAMPLING_FIELDS if name in {f.name for f in dataclasses.fields(SamplingParams)}]
-SAMPLINGS = st.fixed_dictionaries(
-    {},
-    optional={
-        name: values.filter(lambda value: value not in ((), None))  # an empty list is no list
-        for name, values in SAMPLING_VALUES.items()
-    },
+SET_VALUES = {
+    name: values.filter(lambda value: value not in ((), None))  # an empty list is no list
+    for name, values in SAMPLING_VALUES.items()
+}
+SAMPLINGS = st.sets(st.sampled_from(sorted(SET_VALUES)), max_size=8).flatmap(  # of all at once most would be too long
+    lambda names: st.fixed_dictionaries({name: SET_VALUES[name] for name in sorted(names)})
 )
 JSON_OBJECTS = st.dictionaries(TEXT, st.one_of(st.none(), st.booleans(), st.integers(), TEXT), max_size=3)
 CALLS = st.builds(tool_call, call_id=TEXT, name=TEXT, arguments=TEXT)
