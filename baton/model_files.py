@@ -127,14 +127,14 @@ def require_runnable(folder: Path) -> None:
             "model's weights"
         )
     architectures = config.get("architectures") or []
-    if not isinstance(architectures, list):
-        raise ModelLoadError(f"architectures in {path} must be a list")
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ModelLoadError(f"architectures in {path} must be a list of names")
     if architectures and not any(str(name).endswith(CONTINUES_TEXT) for name in architectures):
         raise ModelLoadError(
             f"{folder} holds a {architectures[0]}, which does not continue a text token by token; this version runs "
             f"architectures that end in {', '.join(CONTINUES_TEXT)}"
         )
-    if config.get("is_encoder_decoder"):
+    if config.get("is_encoder_decoder") is True:
         raise ModelLoadError(
             f"{folder} holds a model of type {config['model_type']!r} with an encoder for its input and a decoder for "
             "its output, which this version does not run"

@@ -126,7 +126,8 @@ def ask(config: Any) -> AskedModel:
         raise ModelLoadError(f"transformers cannot make the model of config.json: {in_one_line(error)}") from error
     notes, cache, called = _asked(model, config)
     num_layers = text.num_hidden_layers
-    layers = tuple(_layer(index, notes, cache) for index in range(num_layers))
+    longest = getattr(text, "max_position_embeddings", None)
+    layers = tuple(_layer(index, notes, cache, longest) for index in range(num_layers))
     shape = ModelShape(
         config=text,
         layers=layers,
@@ -140,7 +141,7 @@ def ask(config: Any) -> AskedModel:
 def _auto_class(config: Any) -> Any:
     """Return transformers' class for models of this type that continue text."""
     kind, architectures = config.model_type, list(config.architectures or [])
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder is True:
         raise ModelLoadError(
             f"config.json describes a model of type {kind!r} with an encoder for its input and a decoder for its "
             "output, which this version does not run"
@@ -240,8 +241,12 @@ def _take_notes(
 AttentionInterface.register(NOTES, _take_notes)
 
 
-def _layer(index: int, notes: _Notes, cache: DynamicCache) -> AttentionLayer:
-    """Return the attention of one layer, if it is supported."""
+def _layer(index: int, notes: _Notes, cache: DynamicCache, longest: int | None) -> AttentionLayer:
+    """Return the attention of one layer, if it is supported.
+
+    Args:
+        longest: the model's longest sequence; a window of as many tokens is none.
+    """
     call = notes.calls.get(index)
     kept = cache.layers[index] if index < len(cache.layers) else None
     if isinstance(kept, LinearAttentionCacheLayerMixin):
@@ -254,7 +259,7 @@ def _layer(index: int, notes: _Notes, cache: DynamicCache) -> AttentionLayer:
         return _reader(index, call, notes)
     values: torch.Tensor = kept.values
     window = getattr(kept, "sliding_window", None)
-    if window != call.window:
+    if window != call.window and not (call.window is None and window and longest and window >= longest):
         raise ModelLoadError(
             f"layer {index} keeps {window or 'all'} tokens, but its attention is given a window of {call.window}: it "
             "has a mask that is not computed here"
@@ -303,9 +308,10 @@ def _unused(model: Any, called: set[str]) -> Iterator[str]:
 def _require_known_rope(config: Any) -> None:
     """Raise ModelLoadError for RoPE of a kind unknown to transformers."""
     for rope in ropes_of(config):
-        if (kind := rope.get("rope_type", "default")) not in ROPE_KINDS:
+        kind = rope.get("rope_type", "default")
+        if not isinstance(kind, str) or kind not in ROPE_KINDS:
             raise ModelLoadError(
                 f"RoPE of type {kind!r} is not supported; supported are {', '.join(sorted(ROPE_KINDS))}"
             )
-        if kind == "longrope" and type(rope.get(LONG)) is not int:
+        if kind == "longrope" and not (type(rope.get(LONG)) is int and rope[LONG] > 0):
             raise ModelLoadError(f"config.json has RoPE of type longrope with {rope.get(LONG)!r:.40} as {LONG}")

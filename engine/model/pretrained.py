@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING
 
-from baton.errors import ModelLoadError
+from baton.errors import ModelLoadError, in_one_line
 from baton.model_files import named_code, read_json
 from baton.weights_files import placed_tensors
 from engine.model.asking import AskedModel, ask
@@ -23,11 +23,16 @@ from engine.model.asking import AskedModel, ask
 SLACK = 2
 """Maximum ratio of a model's parameters to the numbers in its files: tied embeddings count twice."""
 DTYPES = ("torch_dtype", "dtype")
+LAYERS = ("depth", "encoder_layers", "n_layer", "n_layers", "num_hidden_layers", "num_layers")
+"""Names of numbers of layers in the parts of a configuration. A part with more layers than the files have tensors takes
+long to create even without memory."""
+MOST_LAYERS = 256
+"""Number of layers that no part needs tensors for."""
 
 
 def read_config(path: str) -> Any:
     """Return transformers' configuration of a folder. Its errors have no common class."""
-    described = read_json(Path(path) / "config.json", required=True)
+    described = _with_floats(read_json(Path(path) / "config.json", required=True))
     for name in DTYPES:
         if isinstance(said := described.get(name), str):
             described[name] = said.removeprefix("torch.")
@@ -64,6 +69,23 @@ def ask_folder(folder: Path, config: Any) -> AskedModel:
             is not supported; the message says why.
     """
     sizes = [head.num_elements for _, head in placed_tensors(folder).values()]
+    try:
+        return _asked(folder, config, sizes)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # from a configuration that contradicts itself
+        raise ModelLoadError(f"config.json in {folder} cannot be read as a model: {in_one_line(error)}") from error
+
+
+def _asked(folder: Path, config: Any, sizes: Sequence[int]) -> AskedModel:
+    most = max(len(sizes), MOST_LAYERS)
+    for part, values in config.to_dict().items():
+        for name in LAYERS if isinstance(values, dict) else ():
+            if isinstance(number := values.get(name), int) and number > most:
+                raise ModelLoadError(
+                    f"the checkpoint in {folder} does not fit its config.json, which says {number} as {name} of "
+                    f"{part}: its files hold {len(sizes)} tensors"
+                )
     num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     if not isinstance(num_layers, int):
         raise ModelLoadError(f"config.json in {folder} does not say how many layers the model has")
@@ -75,6 +97,15 @@ def ask_folder(folder: Path, config: Any) -> AskedModel:
             f"in {num_layers} layers: its files hold {sum(sizes)} numbers in {len(sizes)} tensors"
         )
     return asked
+
+
+def _with_floats(value: Any) -> Any:
+    """Return JSON in which transformers' own form of infinity is a float."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {name: _with_floats(each) for name, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def load_model(

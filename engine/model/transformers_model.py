@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from engine.model.decode_graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
+OF_QUANTIZED = ("weight_scale", "weight_scale_inv", "_blocks", "_scales", "qweight")
+"""Ends of the names of tensors without which quantized weights mean nothing."""
 NUM_NAMED = 3
 """Maximum number of tensors that a message names."""
 
@@ -255,8 +257,9 @@ def load_config(path: str) -> Any:
         raise ModelLoadError(
             f"{path} is not a model folder that transformers can read: {in_one_line(error)}"
         ) from error
-    if isinstance(quantization := getattr(config, "quantization_config", None), dict):
-        quantization["dequantize"] = True  # on every device: transformers itself has no fp8 kernels
+    for part in (config, config.get_text_config(decoder=True)):
+        if isinstance(quantization := getattr(part, "quantization_config", None), dict):
+            quantization["dequantize"] = True  # on every device: transformers itself has no fp8 kernels
     return config
 
 
@@ -278,6 +281,11 @@ def _require_complete(path: str, name: str, report: dict[str, Any], left_out: Se
     )
     if mismatched:
         raise ModelLoadError(f"the checkpoint in {path} does not fit its config.json: it holds {_some(mismatched)}")
+    if scales := [key for key in report["unexpected_keys"] if key.endswith(OF_QUANTIZED)]:
+        raise ModelLoadError(
+            f"the checkpoint in {path} holds {_some(sorted(scales))}, which belong to quantized weights, and its "
+            "config.json has no quantization_config that says how to read them"
+        )
     beginnings = tuple(f"{each}." for each in left_out)
     if unexpected := sorted(key for key in report["unexpected_keys"] if not key.startswith(beginnings)):
         logger.warning("a %s does not use all tensors of the checkpoint in %s: %s", name, path, _some(unexpected))

@@ -44,6 +44,7 @@ from tests.integration.test_engine_models import (
     make_engine,
     make_spec,
     num_as_generate,
+    quantize_to_fp8,
     refer,
     same_up_to_near_ties,
     save_tiny,
@@ -325,6 +326,55 @@ def test_a_model_of_full_size_answers_within_seconds(kind: str) -> None:
     print(f"{kind}: {time.process_time() - began_s:.1f} s of processor time")
     assert spec.block_bytes == 16 * FULL_SIZES[kind]
     assert time.process_time() - began_s < 5 * 5
+
+
+GRANITE4 = {
+    "layer_types": ["attention"] * 4,
+    "mamba_chunk_size": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 8,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 64,
+}
+"""Without a layer of Mamba."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"architectures": [5]}, "architectures in .* must be a list of names"),
+        ({"rope_parameters": {"rope_type": []}}, "RoPE of type .* is not supported"),
+        ({"per_layer_config": {"0": {"num_hidden_layers": 2}}}, "config.json in .* cannot be read as a model"),
+        (
+            {"part_config": {"depth": 10**9}},
+            "does not fit .* 1000000000 as depth of part_config",
+        ),
+    ],
+)
+def test_what_a_config_contradicts_is_a_sentence(fields: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    save_untied("llama", {}, tmp_path)
+    edit_config(tmp_path, **fields)
+    with pytest.raises(ModelLoadError, match=sentence):
+        make_engine(tmp_path)
+
+
+def test_quantized_weights_are_not_taken_for_plain_ones(tmp_path: Path) -> None:
+    save_untied("llama", {}, tmp_path)
+    edit_weights(tmp_path, quantize_to_fp8)
+    with pytest.raises(ModelLoadError, match="which belong to quantized weights, and its config"):
+        make_engine(tmp_path)
+
+
+def test_a_window_of_the_whole_length_and_an_infinite_number_are_read(tmp_path: Path) -> None:
+    """As Phi-3.5-MoE and Granite 4 are saved."""
+    save_untied("phimoe", OTHERS["phimoe"], tmp_path / "phimoe")
+    edit_config(tmp_path / "phimoe", sliding_window=512)
+    save_untied("granitemoehybrid", GRANITE4, tmp_path / "granite")
+    assert "__float__" in (tmp_path / "granite" / "config.json").read_text()
+    for folder in (tmp_path / "phimoe", tmp_path / "granite"):
+        assert num_as_generate(make_engine(folder), load_reference(folder)) >= 8
 
 
 def test_latents_are_never_expanded(tmp_path: Path) -> None:
