@@ -59,7 +59,7 @@ class Architecture:
     """Metadata, prefix and whether input and output share their embedding -> config.json without special tokens."""
     permutes_heads: bool
     norm_shift: float
-    """What llama.cpp added to the weights of norms."""
+    """Number that llama.cpp has added to the weights of norms."""
 
     def hugging_face_name(self, name: str) -> str:
         """`blk.0.attn_q.weight` -> `model.layers.0.self_attn.q_proj.weight`."""

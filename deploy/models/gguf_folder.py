@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quant_shape_to_byte_shape
 
 from baton.errors import ModelLoadError, in_one_line
 from baton.model_files import require_runnable
 from deploy.models.gguf_architectures import ARCHITECTURES, Architecture
 from deploy.models.gguf_header import TensorInfo, read_header
 from deploy.models.gguf_metadata import Metadata
-from deploy.models.gguf_quants import dequantize, rows_of
 from deploy.models.gguf_tokenizer import write_tokenizer
 from deploy.models.progress import OnModelProgress, Progress
 from deploy.models.safetensors_file import Array, write_float32
@@ -28,6 +29,8 @@ Rows = npt.NDArray[Any]
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies; all are 1 for plain RoPE."""
+NUMBERS = {GGMLQuantizationType.F16: "<f2", GGMLQuantizationType.F32: "<f4"}
+"""Formats that are not quantized, by numpy's names. The library takes the others as bytes."""
 PART_NUMBERS = 2**21
 """Numbers that are dequantised at a time: 8 MiB of them, and codes on the way."""
 
@@ -114,13 +117,21 @@ def _write_weights(
         shift = architecture.norm_shift if part.endswith("_norm") else 0.0
         num_rows = max(1, PART_NUMBERS // math.prod(tensor.shape[1:]))
         for begin in range(0, len(rows), num_rows):
-            numbers = dequantize(rows[begin : begin + num_rows], tensor.kind)
+            numbers: Array = dequantize(rows[begin : begin + num_rows], tensor.kind).astype(np.float32, copy=False)
             yield numbers - np.float32(shift) if shift else numbers
         num_done += 1
         progress(Progress(stage="dequantise", done=num_done, total=len(named), unit="tensors", detail=tensor.name))
 
     shapes = {name: tensor.shape for name, (tensor, _) in named.items()}
     write_float32(folder / "model.safetensors", shapes, parts_of)
+
+
+def rows_of(tensor: TensorInfo, file: npt.NDArray[np.uint8]) -> Rows:
+    """Return a view of a tensor in a mapped file: numbers, or bytes, `[rows, bytes of a row]`, if it is quantized."""
+    data = file[tensor.begin : tensor.begin + tensor.num_bytes]
+    if (numbers := NUMBERS.get(tensor.kind)) is not None:
+        return data.view(numbers).reshape(tensor.shape)
+    return data.reshape(quant_shape_to_byte_shape(tensor.shape, tensor.kind))
 
 
 def undo_permutation(weight: Rows, num_heads: int) -> Rows:

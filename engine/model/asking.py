@@ -1,4 +1,4 @@
-"""What a model's attention keeps and needs, found by asking the model instead of a list of types.
+"""Asks a model what its layers keep and what its attention needs, in place of a list of types.
 
 The model is made without weights, on torch's meta device, and computes three tokens through transformers' own cache and
 an attention function that only takes notes. So a model of any size answers within seconds:

@@ -36,7 +36,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class ProbedHeads(NamedTuple):
-    """What the attention of a model's layers is probed with."""
+    """Heads and terms with which a probe calls the attention of a model's layers."""
 
     sharing: tuple[int, ...]
     """Query heads per KV head, of each layer group."""

@@ -12,7 +12,7 @@ from engine.uploads import StepNumbers
 
 
 class AttentionTerms(NamedTuple):
-    """How one layer computes its scores and which places they cover."""
+    """Terms by which one layer computes its scores, and the places that they cover."""
 
     scaling: float | None = None
     """Factor of scores; None: the inverse square root of the width of a key."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 else:
 
     class Reader:
-        """What `Reader[Body]` is when FastAPI evaluates the annotation: the body."""
+        """Stands for `Reader` when FastAPI evaluates the annotation `Reader[Body]`, and gives it the body."""
 
         def __class_getitem__(cls, body: type[BaseModel]) -> type[BaseModel]:
             return body

@@ -145,7 +145,7 @@ async def rest_of(answer: AsyncGenerator[Any]) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_kv_that_one_worker_computes_is_enough_for_another(kind: str, tmp_path: Path) -> None:
-    """What goes over the wire is what the layers keep, of every layer: of latents, the latents."""
+    """Every layer sends what it keeps: the latents, if these are what it keeps."""
     save_untied(kind, KINDS[kind], tmp_path)
     prompt = prompts()[4]
     tokens, num_bytes, spec = await transferred(tmp_path, make_spec("one", prompt, 12, ignore_eos=True))
@@ -357,6 +357,13 @@ def test_what_a_config_contradicts_is_a_sentence(fields: dict[str, Any], sentenc
     save_untied("llama", {}, tmp_path)
     edit_config(tmp_path, **fields)
     with pytest.raises(ModelLoadError, match=sentence):
+        make_engine(tmp_path)
+
+
+def test_a_second_embedding_that_is_smaller_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Else a client's token would fail a step."""
+    save_untied("gemma4_text", GEMMA4 | {"vocab_size_per_layer_input": VOCAB_SIZE - 1}, tmp_path)
+    with pytest.raises(ModelLoadError, match="cannot compute a first step: IndexError"):
         make_engine(tmp_path)
 
 
