@@ -38,6 +38,7 @@ from transformers.models.auto.modeling_auto import (
 
 from baton.errors import ModelLoadError, in_one_line
 from baton.model_files import CAUSAL
+from engine.model.attention import unknown_terms
 from engine.model.latent import EXPAND
 from engine.model.shapes import FIXED_LENGTH, AttentionLayer, ModelShape, ropes_of
 
@@ -48,11 +49,6 @@ KEYS, BY_HEAD = "layers.*.self_attn.k_proj", "colwise"
 """Name in a tensor-parallel plan that determines the split of the key projection, and the split by head."""
 ROPE_KINDS = frozenset({"default", *ROPE_INIT_FUNCTIONS})
 """Rotary embeddings that transformers computes from a configuration; `longest_sequence` limits their length."""
-WITHOUT_EFFECT = frozenset({
-    "cache_position", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
-    "output_router_logits", "position_ids", "use_cache",
-})  # fmt: skip
-"""Arguments that models pass on to attention and that do not change its result."""
 AUTO_CLASSES = (
     (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
@@ -217,7 +213,7 @@ def _take_notes(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise ModelLoadError(f"a {type(module).__name__} attends without saying of which layer it is")
-    if unknown := sorted(name for name, given in kwargs.items() if given is not None and name not in WITHOUT_EFFECT):
+    if unknown := unknown_terms(kwargs):
         raise ModelLoadError(f"layer {layer} asks attention for {', '.join(unknown)}, which is not computed here")
     if attention_mask is not None:
         raise ModelLoadError(f"layer {layer} has a mask of its own, which is not computed here")

@@ -19,7 +19,7 @@ other devices a batch contains decodes of equal length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -38,6 +38,11 @@ from engine.model.latent import LATENT, LatentHeads
 from engine.uploads import StepNumbers
 
 ATTENTION_NAME = "baton_paged"
+WITHOUT_EFFECT = frozenset({
+    "cache_position", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
+    "output_router_logits", "position_ids", "use_cache",
+})  # fmt: skip
+"""Arguments that models pass on to attention and that do not change its result."""
 PADDING_DEVICES = frozenset({"cuda"})
 """Device types on which all decodes of a step are attended as one padded batch."""
 
@@ -343,13 +348,16 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of one layer; the signature is transformers'.
 
-    Other arguments were checked when the model was asked (`asking`).
-
     Returns:
         `[1, T, heads, v_dim]`, and no attention weights.
+
+    Raises:
+        TypeError: it is asked for something that is not computed; a model was asked for that before (`asking`).
     """
+    if unknown := unknown_terms(kwargs):
+        raise TypeError(f"attention is asked for {', '.join(unknown)}, which is not computed here")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    latent: LatentHeads | None = getattr(module, LATENT, None)
+    latent: LatentHeads | None = module.__dict__.get(LATENT)
     terms = AttentionTerms(scaling, sliding_window, softcap, s_aux, latent is not None)
     if latent is None:
         out = _STEP.get().attend(layer, query[0], key[0], value[0], terms)
@@ -358,6 +366,11 @@ def paged_attention(
         out = _STEP.get().attend(layer, latent.absorbed(query[0]), key[0], value[0], terms._replace(scaling=scaling))
         out = latent.restored(out)
     return out.unsqueeze(0), None
+
+
+def unknown_terms(asked: Mapping[str, Any]) -> list[str]:
+    """Return the names of arguments of attention that would change its result and are not computed."""
+    return sorted(name for name, value in asked.items() if value is not None and name not in WITHOUT_EFFECT)
 
 
 def _write(context: GroupContext, pages: torch.Tensor, new: torch.Tensor) -> None:
