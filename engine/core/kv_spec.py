@@ -1,11 +1,15 @@
 """Shape of a KV cache in plain values, as the scheduler, the KV transfer and the simulator need it.
 
-The layers of a model form groups whose KV has the same shape. Each sequence has a block table and a token count for
-every group. A dense model is one group. Recurrent layers also keep a state of fixed size. All states of a sequence
-together form one more group, whose table always holds one block, so a state is reserved, pinned, copied and transferred
-like any other block.
+The layers of a model form groups whose KV has the same shape and window. Each sequence has a block table and a token
+count for every group. A dense model is one group; a model without attention has one group without layers, whose blocks
+take no memory and only name prefixes.
 
-    block_ids    ( table of group 0, table of group 1, ..., table of the states )     the last only if there are states
+Recurrent layers also keep a state of fixed size. All states of a sequence together are a row of the states' pool. Rows
+are never changed: a step reads a sequence's row and writes another one. So a step can be computed again, and a row is
+shared and kept like a full block.
+
+    block_ids       ( table of group 0, table of group 1, ..., table of the states )   the last only if there are states
+    states' table   ( row after the computed tokens, row that the next step writes )   EMPTY_PLACE first: the state is 0
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ BlockTables = tuple[tuple[int, ...], ...]
 """Block ids in sequence order, one table per layer group, then the states' table if the model has states."""
 
 EMPTY_PLACE = -1
-"""Entry of a block table whose block was freed: its tokens have left the layers' window. It is never read."""
+"""Entry of a block table without a block: its tokens have left the layers' window, or nothing is computed yet of which
+there could be a state. It is never read."""
 
 DTYPE_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
@@ -71,6 +76,8 @@ class LayerGroup:
     """Name of an opaque page order; empty for the others."""
     strides: tuple[int, int] = (0, 0)
     """Elements from one layer to the next and from one block to the next; 0: contiguous."""
+    window: int = 0
+    """Number of tokens that a token attends to, itself included; 0: all tokens before it."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size % HASH_BLOCK:
@@ -101,6 +108,13 @@ class LayerGroup:
         """Bytes of one block of one layer."""
         return self.row_numel * DTYPE_BYTES[self.dtype]
 
+    def first_block(self, num_tokens: int) -> int:
+        """Return the index of the first block that is needed after `num_tokens` tokens.
+
+        The last of these tokens may be computed again, and attends to the window that ends with it.
+        """
+        return max(0, num_tokens - self.window) // self.block_size if self.window else 0
+
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
@@ -108,6 +122,7 @@ class StateSpec:
 
     name: str
     shape: tuple[int, ...]
+    """`(layers, ...)` of a real model: the states of one kind of all layers are one tensor."""
     dtype: str
     """A key of `DTYPE_BYTES`."""
 
@@ -125,6 +140,8 @@ class KVSpec:
     states: tuple[StateSpec, ...] = ()
     reads: tuple[tuple[int, int], ...] = ()
     """Layers without KV of their own, each with the layer whose KV it reads."""
+    whole_prompts: bool = False
+    """True if a prompt must be computed in one step: the model cannot continue a state by several tokens."""
 
     @property
     def block_size(self) -> int:
@@ -134,7 +151,7 @@ class KVSpec:
     @property
     def num_layers(self) -> int:
         """The model's layers up to and including the last one with KV."""
-        return 1 + max(layer for group in self.groups for layer in group.layers)
+        return 1 + max((layer for group in self.groups for layer in group.layers), default=-1)
 
     @property
     def num_tables(self) -> int:
@@ -148,14 +165,25 @@ class KVSpec:
 
     @property
     def supports_prefix_reuse(self) -> bool:
-        """True if blocks alone restore a prefix; a state cannot be cropped to one."""
-        return not self.states
+        """True if a prompt can be continued from a cached prefix."""
+        return not self.whole_prompts
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one row of the states' pool."""
+        return sum(state.num_bytes for state in self.states)
+
+    @property
+    def resumes_anywhere(self) -> bool:
+        """True if a sequence can continue after each of its cached blocks: there are neither states nor windows."""
+        return not self.states and not any(group.window for group in self.groups)
 
     def describe(self) -> str:
         """Return a one-line description of everything that two workers must agree on."""
         sizes = "/".join(str(size) for size in sorted({group.block_size for group in self.groups}))
         groups = "; ".join(
             f"{g.name}: {len(g.layers)} layers x {g.num_kv_heads} heads x ({g.k_dim}+{g.v_dim}) {g.dtype}"
+            f"{f' window {g.window}' if g.window else ''}"
             f"{'' if g.page_order is PageOrder.K_THEN_V else f' {g.page_order} {g.tag}'.rstrip()}"
             for g in self.groups
         )

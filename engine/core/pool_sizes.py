@@ -1,0 +1,74 @@
+"""Division of a KV pool's memory among the layer groups and the states: pure.
+
+    layers without a window    N blocks
+    layers with a window       the windows of all running sequences, one longest prompt while it is computed, and N / 4
+    states                     two rows per sequence that may run, and a snapshot per `snapshot_tokens` of the N blocks
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from baton.blocks import num_blocks_for
+from engine.core.kv_spec import KVSpec
+
+FULL_LENGTH_SEQUENCES = 64
+"""Limit of the pool's size, in sequences of maximum length, unless more sequences may run."""
+ROWS_PER_SEQUENCE = 2
+"""Rows of the states' pool that a running sequence takes: one is read while the other is written."""
+LEAST_TOKENS = 512
+"""A pool has rows for at most one running sequence per this many tokens of its blocks."""
+CACHED_SHARE = 4
+"""A group with a window keeps cached blocks for one in this many of the other groups' blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolNeeds:
+    """What a pool must hold at least."""
+
+    max_num_seqs: int
+    """Sequences that run at a time."""
+    max_tokens: int
+    """Tokens of the longest sequence."""
+    snapshot_tokens: int
+    """Tokens between two snapshots of states."""
+
+
+def table_sizes(spec: KVSpec, num_blocks: int, needs: PoolNeeds) -> tuple[int, ...]:
+    """Return the number of blocks for each block table, if groups without a window have `num_blocks`."""
+    longest = num_blocks_for(needs.max_tokens, spec.block_size)
+    sizes = [
+        min(
+            num_blocks,
+            longest
+            + needs.max_num_seqs * (num_blocks_for(group.window, group.block_size) + 1)
+            + num_blocks // CACHED_SHARE,
+        )
+        if group.window
+        else num_blocks
+        for group in spec.groups
+    ]
+    if spec.states:
+        num_tokens = num_blocks * spec.block_size
+        running = min(needs.max_num_seqs, num_blocks_for(num_tokens, LEAST_TOKENS))
+        sizes.append(ROWS_PER_SEQUENCE * running + max(running, num_tokens // needs.snapshot_tokens))
+    return tuple(sizes)
+
+
+def pool_bytes(spec: KVSpec, sizes: tuple[int, ...]) -> int:
+    """Return the memory of tables of these sizes, in bytes."""
+    blocks = sum(
+        number * len(group.layers) * group.row_bytes for number, group in zip(sizes, spec.groups, strict=False)
+    )
+    return blocks + (sizes[-1] * spec.state_bytes if spec.states else 0)
+
+
+def num_blocks_within(spec: KVSpec, num_bytes: int, needs: PoolNeeds) -> int:
+    """Return the greatest useful `num_blocks` of `table_sizes` whose tables fit into `num_bytes`; 0: none does."""
+    most = max(FULL_LENGTH_SEQUENCES, needs.max_num_seqs) * num_blocks_for(needs.max_tokens, spec.block_size)
+
+    def needed(num_blocks: int) -> int:
+        return pool_bytes(spec, table_sizes(spec, num_blocks, needs))
+
+    return max(0, bisect_right(range(most + 1), num_bytes, key=needed) - 1)
