@@ -27,9 +27,12 @@ class Reserved:
     num_tokens: int
     """Leading tokens whose KV is wanted: all known ones, or all but the last if the engine computes that one itself."""
     num_cached_tokens: int
-    """Leading tokens that are already in the blocks of layers without a window."""
+    """Leading tokens that are already in the blocks of the layer groups without a window."""
     begins: tuple[int, ...] = ()
-    """For each layer group, the token from which KV is wanted; empty: `num_cached_tokens` for each."""
+    """First token whose KV is wanted, by layer group; empty: `num_cached_tokens` for all groups.
+
+    Each is a multiple of its group's block size.
+    """
 
 
 @dataclass(frozen=True, slots=True)
