@@ -41,7 +41,7 @@ def row(kind: str) -> str:
     except ModelLoadError:  # the default configuration lacks some fields
         sizes = SIZES | EXTRAS.get(kind, {}) | OTHERS.get(kind, {}) | OFTEN.get(kind, {})
         shape, of_test = ask(CONFIG_MAPPING[kind](**sizes)).shape, True
-    spec, is_latent = shape.cache_spec(BLOCK_SIZE, "bfloat16", 1), any(layer.is_latent for layer in shape.layers)
+    spec, is_latent = shape.cache_spec(BLOCK_SIZE, "bfloat16", 1), shape.is_latent
     kept = [f"{len(g.layers)} x {g.num_kv_heads} x ({g.k_dim} + {g.v_dim})" for g in spec.groups]
     kept += [f"{len(spec.reads)} layers read others'"] * bool(spec.reads)
     kept += [{"s_aux": "sinks", "softcap": "limited scores"}[name] for name in sorted(shape.honours)]

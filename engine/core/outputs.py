@@ -102,6 +102,8 @@ class Pin:
 
     pin_id: int
     block_ids: BlockTables
+    num_tokens: int = 0
+    """Length of the pinned prefix, if it is one of the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ Whatever is not computed here is refused by a sentence that names it: this is th
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,9 +39,12 @@ from baton.errors import ModelLoadError, in_one_line
 from baton.model_files import CAUSAL
 from engine.model.attention import unknown_terms
 from engine.model.latent import EXPAND
-from engine.model.shapes import FIXED_LENGTH, AttentionLayer, ModelShape, ropes_of
+from engine.model.recurrent import cache_argument
+from engine.model.shapes import FIXED_LENGTH, AttentionLayer, KeptStates, ModelShape, ropes_of
 
 NUM_TOKENS = 3
+ASKED_IN = torch.bfloat16
+"""Data type in which the model computes. A state of another type has that type in every computation."""
 NOTES = "baton_asking"
 """Name of the attention function that takes notes."""
 KEYS, BY_HEAD = "layers.*.self_attn.k_proj", "colwise"
@@ -110,7 +112,7 @@ def ask(config: Any) -> AskedModel:
     try:
         with torch.device("meta"):
             model = auto_class.from_config(
-                _without_positions(config), attn_implementation=NOTES, dtype=torch.bfloat16, trust_remote_code=False
+                _without_positions(config), attn_implementation=NOTES, dtype=ASKED_IN, trust_remote_code=False
             ).eval()
     except KeyError as error:
         if error.args != (NOTES,):
@@ -121,15 +123,19 @@ def ask(config: Any) -> AskedModel:
     except Exception as error:  # the model's own code
         raise ModelLoadError(f"transformers cannot make the model of config.json: {in_one_line(error)}") from error
     notes, cache, called = _asked(model, config)
-    num_layers = text.num_hidden_layers
     longest = getattr(text, "max_position_embeddings", None)
-    layers = tuple(_layer(index, notes, cache, longest) for index in range(num_layers))
+    found = ((index, _layer(index, notes, cache, longest)) for index in range(text.num_hidden_layers))
+    layers = {index: layer for index, layer in found if layer is not None}
+    is_latent = any(layer.is_latent for layer in layers.values())
     shape = ModelShape(
         config=text,
         layers=layers,
-        splits_heads=(text.base_model_tp_plan or {}).get(KEYS) == BY_HEAD and not any(e.is_latent for e in layers),
+        splits_heads=(text.base_model_tp_plan or {}).get(KEYS) == BY_HEAD and not is_latent,
         honours=frozenset(name for call in notes.calls.values() for name in call.honours),
+        states=tuple(_states(cache)),
     )
+    if not (layers or shape.states):
+        raise ModelLoadError("no layer of the model keeps anything in transformers' cache, which is not supported")
     num_parameters = sum(weight.numel() for weight in model.parameters())
     return AskedModel(type(model), shape, num_parameters, tuple(_unused(model, called)))
 
@@ -156,9 +162,6 @@ def _auto_class(config: Any) -> Any:
 
 def _asked(model: Any, config: Any) -> tuple[_Notes, DynamicCache, set[str]]:
     """Compute three tokens. Return the notes, the cache, and the names of all submodules that took part."""
-    parameters = inspect.signature(model.forward).parameters
-    if "cache_params" in parameters:
-        raise ModelLoadError("the model keeps a recurrent state per sequence, which this version does not run")
     notes, called = _Notes(), set[str]()
     cache = _cache_of(config)
     for name, module in model.named_modules():
@@ -167,7 +170,7 @@ def _asked(model: Any, config: Any) -> tuple[_Notes, DynamicCache, set[str]]:
     token_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
     try:
         with torch.inference_mode():
-            model(input_ids=token_ids, past_key_values=cache, use_cache=True)
+            model(input_ids=token_ids, use_cache=True, **{cache_argument(model): cache})
     except ModelLoadError:
         raise
     except Exception as error:  # the model's own code
@@ -237,20 +240,21 @@ def _take_notes(
 AttentionInterface.register(NOTES, _take_notes)
 
 
-def _layer(index: int, notes: _Notes, cache: DynamicCache, longest: int | None) -> AttentionLayer:
-    """Return the attention of one layer, if it is supported.
+def _layer(index: int, notes: _Notes, cache: DynamicCache, longest: int | None) -> AttentionLayer | None:
+    """Return the attention of one layer, if it is supported; None: it has none.
 
     Args:
         longest: the model's longest sequence; a window of as many tokens is none.
     """
     call = notes.calls.get(index)
     kept = cache.layers[index] if index < len(cache.layers) else None
-    if isinstance(kept, LinearAttentionCacheLayerMixin):
-        raise ModelLoadError(f"layer {index} keeps a recurrent state, which this version does not run")
     keys: torch.Tensor | None = getattr(kept, "keys", None)
     if call is None:
-        found = "attends by itself, past the attention function" if keys is not None else "has no attention"
-        raise ModelLoadError(f"layer {index} {found}, which this version does not run")
+        if keys is None:
+            return None
+        raise ModelLoadError(
+            f"layer {index} attends by itself, past the attention function, which this version does not run"
+        )
     if keys is None or kept is None:
         return _reader(index, call, notes)
     values: torch.Tensor = kept.values
@@ -265,8 +269,14 @@ def _layer(index: int, notes: _Notes, cache: DynamicCache, longest: int | None) 
     if is_latent and (keys.shape[1] != 1 or not hasattr(notes.modules[index], EXPAND) or call.honours):
         raise ModelLoadError(f"layer {index} keeps other keys and values than it attends to, in a form not known here")
     num_kv_heads, k_dim, v_dim = of_cache
+    width = call.window or 0
     return AttentionLayer(
-        num_heads=call.num_heads, num_kv_heads=num_kv_heads, k_dim=k_dim, v_dim=v_dim, is_latent=is_latent
+        num_heads=call.num_heads,
+        num_kv_heads=num_kv_heads,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        is_latent=is_latent,
+        window=0 if longest and width >= longest else width,
     )
 
 
@@ -284,6 +294,27 @@ def _reader(index: int, call: _Call, notes: _Notes) -> AttentionLayer:
                 source=source,
             )
     raise ModelLoadError(f"layer {index} keeps no KV and does not attend to that of an earlier layer")
+
+
+def _states(cache: DynamicCache) -> Iterator[KeptStates]:
+    """Yield the states that recurrent layers keep, those of one kind and shape together."""
+    places: dict[tuple[str, tuple[int, ...], torch.dtype], list[tuple[int, int]]] = {}
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):
+            continue
+        for kind, kept in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+            for number, state in kept.items():
+                if state is not None:
+                    places.setdefault((kind, tuple(state.shape[1:]), state.dtype), []).append((index, number))
+    kinds = [kind for kind, _, _ in places]
+    for number, ((kind, shape, dtype), found) in enumerate(places.items()):
+        yield KeptStates(
+            name=kind if kinds.count(kind) == 1 else f"{kind}.{kinds[:number].count(kind)}",
+            kind=kind,
+            places=tuple(found),
+            shape=shape,
+            dtype="" if dtype is ASKED_IN else str(dtype).removeprefix("torch."),
+        )
 
 
 def _unused(model: Any, called: set[str]) -> Iterator[str]:

@@ -348,8 +348,11 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of one layer; the signature is transformers'.
 
+    Queries, keys and values are `[1, heads, T, dim]`, or `[B, heads, 1, dim]` if the step's sequences are the rows of a
+    batch; either way they are the packed tokens of the step.
+
     Returns:
-        `[1, T, heads, v_dim]`, and no attention weights.
+        `[1, T, heads, v_dim]` or `[B, 1, heads, v_dim]`, and no attention weights.
 
     Raises:
         TypeError: it is asked for something that is not computed; a model was asked for that before (`asking`).
@@ -359,13 +362,15 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     latent: LatentHeads | None = module.__dict__.get(LATENT)
     terms = AttentionTerms(scaling, sliding_window, softcap, s_aux, latent is not None)
+    rows = query.shape[0]
+    query, key, value = (each.transpose(0, 1).flatten(1, 2) for each in (query, key, value))
     if latent is None:
-        out = _STEP.get().attend(layer, query[0], key[0], value[0], terms)
+        out = _STEP.get().attend(layer, query, key, value, terms)
     else:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = _STEP.get().attend(layer, latent.absorbed(query[0]), key[0], value[0], terms._replace(scaling=scaling))
+        out = _STEP.get().attend(layer, latent.absorbed(query), key, value, terms._replace(scaling=scaling))
         out = latent.restored(out)
-    return out.unsqueeze(0), None
+    return out.view(rows, -1, *out.shape[1:]), None
 
 
 def unknown_terms(asked: Mapping[str, Any]) -> list[str]:

@@ -41,6 +41,7 @@ OLDEST_FP8 = (8, 9)
 """Minimum compute capability for 8-bit floats in Triton."""
 OWN = "the project's own kernels"
 SEVERAL_RANKS = "the model is divided among several ranks"
+RECURRENT = "the model has recurrent layers"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Difference between two attentions that a different order of summation may cause, for values of about 1."""
 
@@ -126,14 +127,17 @@ def _by_kernels(
     return KernelAttention(cache, sharing, dtype, room, is_invariant=wish.is_invariant)
 
 
-def decode_graphs(model: Any, attention: Attention, engine: EngineConfig) -> DecodeGraphs | str:
+def decode_graphs(model: Any, attention: Attention, engine: EngineConfig, *, has_states: bool) -> DecodeGraphs | str:
     """Return the CUDA graphs of a rank's decode steps, or the reason why there are none.
 
     Args:
         model: transformers' model.
         attention: the rank's attention.
         engine: the settings. With several ranks there are no graphs: collective operations are not captured.
+        has_states: whether the model has recurrent layers, whose states have other rows in each step.
     """
+    if has_states:
+        return RECURRENT
     if isinstance(attention, TorchAttention):
         return "attention is torch's own"
     if engine.tensor_parallel > 1:
@@ -146,12 +150,14 @@ def decode_graphs(model: Any, attention: Attention, engine: EngineConfig) -> Dec
 def why_not_kernels(spec: KVSpec, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why the kernels cannot be used; None: they can, if they run."""
     computed, pages = str(dtype).removeprefix("torch."), {group.dtype for group in spec.groups}
+    if not shape.layers:
+        return "the model has no attention"
     dims = {dim for group in spec.groups for dim in (group.k_dim, group.v_dim)}
     num_sharing = max(shape.sharing(spec))
     reasons = {
         "the device is no NVIDIA GPU": device.type != "cuda",
         "Triton is not installed": importlib.util.find_spec("triton") is None,
-        "layers keep latents (MLA)": any(layer.is_latent for layer in shape.layers),
+        "layers keep latents (MLA)": shape.is_latent,
         f"heads have {max(dims)} dimensions, more than {MAX_DIM}": max(dims) > MAX_DIM,
         f"{num_sharing} query heads share a KV head, more than {MAX_SHARING}": num_sharing > MAX_SHARING,
         f"the model computes in {computed}, its pages are of {', '.join(sorted(pages))}": not pages <= {computed, FP8},

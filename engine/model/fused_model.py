@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from baton.errors import in_one_line
-from engine.model.attention_choice import FLOATS, OLDEST, SEVERAL_RANKS
+from engine.model.attention_choice import FLOATS, OLDEST, RECURRENT, SEVERAL_RANKS
 from engine.model.fused_probe import Draw
 
 logger = logging.getLogger(__name__)
@@ -36,15 +36,17 @@ class Fused(NamedTuple):
     """Modules that were not replaced, with the reasons, as texts."""
 
 
-def fuse(model: nn.Module, num_ranks: int) -> Fused:
+def fuse(model: nn.Module, num_ranks: int, *, has_states: bool = False) -> Fused:
     """Replace all modules of a loaded model that can be replaced, and log the result.
 
     Args:
         model: transformers' model, on the device on which it computes.
         num_ranks: number of ranks of the model.
+        has_states: whether it has recurrent layers.
     """
     device, dtype = next((weight.device, weight.dtype) for weight in model.parameters())
-    if (reason := why_not_fused(device, dtype, num_ranks)) is not None:
+    reason = RECURRENT if has_states else why_not_fused(device, dtype, num_ranks)
+    if reason is not None:
         logger.info("layers are computed by transformers' own modules: %s", reason)
         return Fused(0, (reason,))
     fusing, kept = None, list[str]()

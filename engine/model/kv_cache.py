@@ -59,22 +59,26 @@ class KVCache:
     """Tensors of one rank's KV cache.
 
     Args:
+        num_blocks: blocks of each layer group; or blocks of each block table, and rows of the states' table if there
+            are states.
+        max_num_seqs: rows of the states' table, if `num_blocks` is one number.
         shared: whether other processes receive it. On a CPU it is then created in shared memory, since it would be
             copied there otherwise; for GPU memory they receive a handle in any case.
 
     Attributes:
         groups: one tensor per layer group, `[layers, num_blocks, row_numel]`.
-        states: one tensor per named state, `[max_num_seqs, *shape]`.
+        states: one tensor per named state, `[rows, *shape]`.
+        table_sizes: blocks of each block table of a sequence, and rows of the states' table; see `Runner.num_blocks`.
 
     Raises:
-        ValueError: the spec has another page order than this cache, or gaps.
+        ValueError: the spec has another page order than this cache, or gaps, or another number of tables.
         ModelLoadError: there is not enough memory.
     """
 
     def __init__(
         self,
         spec: KVSpec,
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         max_num_seqs: int,
         device: torch.device | None = None,
         shared: bool = False,
@@ -83,27 +87,27 @@ class KVCache:
             if group.page_order is not PageOrder.K_THEN_V or any(group.strides):
                 raise ValueError(f"group {group.name!r} must have pages of K and of V without gaps")
         self.spec = spec
-        self.num_blocks = num_blocks
-        self.num_states = max_num_seqs if spec.states else 0
+        if isinstance(num_blocks, int):
+            num_blocks = (num_blocks,) * len(spec.groups) + (max_num_seqs,) * bool(spec.states)
+        if len(num_blocks) != spec.num_tables:
+            raise ValueError(f"a cache with {spec.num_tables} block tables got sizes for {len(num_blocks)}")
+        self.table_sizes = tuple(num_blocks)
+        self.num_blocks = self.table_sizes[0]
         self.device = device or torch.device("cpu")
         zeros: Callable[..., torch.Tensor] = torch.zeros
         if self.device.type == "cpu":
             zeros = _shared_zeros if shared else _lazy_zeros
         self.groups = [
-            zeros(len(g.layers), num_blocks, g.row_numel, dtype=torch_dtype(g.dtype), device=self.device)
-            for g in spec.groups
+            zeros(len(g.layers), number, g.row_numel, dtype=torch_dtype(g.dtype), device=self.device)
+            for g, number in zip(spec.groups, self.table_sizes, strict=False)
         ]
+        num_rows = self.table_sizes[-1]
         self.states = {
-            s.name: zeros(max_num_seqs, *s.shape, dtype=torch_dtype(s.dtype), device=self.device) for s in spec.states
+            s.name: zeros(num_rows, *s.shape, dtype=torch_dtype(s.dtype), device=self.device) for s in spec.states
         }
         self._place = {layer: (g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)}
         self._place |= {layer: self._place[source] for layer, source in spec.reads}
         self._readers = frozenset(layer for layer, _ in spec.reads)
-
-    @property
-    def table_sizes(self) -> tuple[int, ...]:
-        """Blocks for each block table of a sequence; see `Runner.num_blocks`."""
-        return (self.num_blocks,) * len(self.groups) + ((self.num_states,) if self.states else ())
 
     def layer(self, layer_index: int) -> torch.Tensor:
         """Return the pages that a layer reads, `[num_blocks * kv_heads, block_size * (k_dim + v_dim)]`, as a view."""
@@ -132,7 +136,7 @@ class KVCache:
     def clear_places(self, group: int, block: int, begin: int) -> None:
         """Zero the places of a block from `begin` on, in every layer of a group."""
         spec = self.spec.groups[group]
-        pages = movable(self.groups[group])[:, block].view(-1, spec.num_kv_heads, spec.page_numel)
+        pages = movable(self.groups[group])[:, block].view(len(spec.layers), spec.num_kv_heads, spec.page_numel)
         values = spec.block_size * spec.k_dim
         pages[..., begin * spec.k_dim : values] = 0
         pages[..., values + begin * spec.v_dim :] = 0

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.blocks import num_blocks_for
 from baton.cluster import Computes
 from baton.errors import ModelLoadError, in_one_line
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
@@ -21,6 +20,7 @@ from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Drawn, Sampled, TokenScores
 from baton.tokenizer_file import end_of_sequence_ids
 from engine.core.kv_spec import FP8
+from engine.core.pool_sizes import PoolNeeds, num_blocks_within, pool_bytes, table_sizes
 from engine.core.runner import (
     BlockCopy,
     ComputedStep,
@@ -35,6 +35,7 @@ from engine.model.kv_cache import KVCache
 from engine.model.last_tokens import LastTokens
 from engine.model.rank_step import RankStep, order_for_packing
 from engine.model.rows import drawn, rows_of
+from engine.model.self_check import tables_of
 from engine.model.shapes import ModelShape, arithmetic_dtype, longest_sequence, report_longest
 from engine.model.smaller_steps import SmallerSteps
 from engine.sampling.pipeline import SAMPLER, Sampler
@@ -45,8 +46,6 @@ from engine.sampling.structure import Structures
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
 
-FULL_LENGTH_SEQUENCES = 64
-"""Limit of the pool's size, in sequences of maximum length, unless `max_num_seqs` is larger."""
 WARM_UP_TOKENS = 64
 NO_SAMPLING = SamplingParams(temperature=0.0)
 """Parameters of a part whose tokens are not sampled by a request."""
@@ -89,14 +88,17 @@ class LogitsRunner(ABC):
         self.batch = engine.batch(on_gpu=devices[0].type == "cuda")
         self.dtype = arithmetic_dtype(config, model.dtype, devices[0].type == "cuda")
         kv_dtype = {"auto": self.dtype, "fp8": FP8}.get(engine.kv_dtype, engine.kv_dtype)
-        self.spec = shape.cache_spec(engine.block_size, kv_dtype, len(devices))
+        self.spec = shape.cache_spec(engine.block_size, kv_dtype, len(devices), self.dtype)
         pages = self.spec.groups[0].dtype
         self.computes = Computes(num_ranks=len(devices), dtype=self.dtype, weights=model.weights, kv_dtype=pages)
         self._model_len = longest_sequence(config, engine.max_model_len)
         report_longest(config, engine.max_model_len, self._model_len)
+        self._needs = PoolNeeds(
+            max_num_seqs=self.batch.max_num_seqs, max_tokens=self._model_len, snapshot_tokens=engine.snapshot_tokens
+        )
         if not engine.num_blocks:  # refuse before minutes are spent on loading
             estimated = self._num_blocks_of(_pool_gib(model, engine, self.dtype, devices, self._set_aside))
-        self._make_caches(engine, num_blocks or engine.num_blocks or estimated, devices)
+        self._make_caches(num_blocks or engine.num_blocks or estimated, devices)
         self.sampler = SAMPLER
         self.vocab_size: int = config.vocab_size  # loading refuses an embedding of another size
         self.eos_token_ids = frozenset(end_of_sequence_ids(Path(model.path)))
@@ -109,32 +111,35 @@ class LogitsRunner(ABC):
 
     def _num_blocks_of(self, pool_gib: float) -> int:
         """Return the number of blocks in a pool of this size."""
-        num_sequences = max(FULL_LENGTH_SEQUENCES, self.batch.max_num_seqs)
-        most = num_sequences * num_blocks_for(self._model_len, self.spec.block_size)
-        return min(int(pool_gib * GIB // self.spec.block_bytes), most)
+        return num_blocks_within(self.spec, int(pool_gib * GIB), self._needs)
 
-    def _make_caches(self, engine: EngineConfig, num_blocks: int, devices: Sequence[torch.device]) -> None:
+    def _make_caches(self, num_blocks: int, devices: Sequence[torch.device]) -> None:
         """Create a cache for each rank, replacing the existing ones.
+
+        Args:
+            num_blocks: blocks of the layer groups without a window; see `table_sizes`.
 
         Raises:
             ModelLoadError: there are too few blocks, or not enough memory.
         """
         spec = self.spec
         if num_blocks < 2:
+            row = f", and a sequence's states are {spec.state_bytes}" if spec.states else ""
             raise ModelLoadError(
-                f"a KV pool of {num_blocks} blocks is too small (a block is {spec.block_bytes} bytes); "
+                f"a KV pool of {num_blocks} blocks is too small (a block is {spec.block_bytes} bytes{row}); "
                 "raise engine.kv_cache_gib or engine.num_blocks"
             )
+        sizes = table_sizes(spec, num_blocks, self._needs)
         if len(devices) > 1 and devices[0].type == "cpu":
-            _require_shared_memory((len(devices) - 1) * num_blocks * spec.block_bytes)
+            _require_shared_memory((len(devices) - 1) * pool_bytes(spec, sizes))
         try:
             self.caches = tuple(
-                KVCache(spec, num_blocks, self.batch.max_num_seqs, device, shared=rank > 0)
+                KVCache(spec, sizes, self.batch.max_num_seqs, device, shared=rank > 0)
                 for rank, device in enumerate(devices)
             )
         except torch.OutOfMemoryError as error:
             raise ModelLoadError(
-                f"a KV pool of {num_blocks * spec.block_bytes / GIB:.1f} GiB does not fit into memory: lower "
+                f"a KV pool of {pool_bytes(spec, sizes) / GIB:.1f} GiB does not fit into memory: lower "
                 f"engine.kv_cache_gib or engine.num_blocks ({in_one_line(error)})"
             ) from error
         self.cache = self.caches[0]
@@ -225,11 +230,11 @@ class LogitsRunner(ABC):
         """
         num_tokens = min(WARM_UP_TOKENS, self.max_model_len)
         token_ids = tuple(place % self.vocab_size for place in range(num_tokens))
-        tables = tuple(tuple(range(num_blocks_for(num_tokens, group.block_size))) for group in self.spec.groups)
         logits = []
         began_s = time.monotonic()
         try:
-            for begin in (0, num_tokens - 1):
+            for number, begin in enumerate((0, num_tokens - 1)):
+                tables = tables_of(self.spec, num_tokens, number)
                 part = StepPart(
                     sequence_key=0,
                     token_ids=token_ids[begin:],

@@ -7,7 +7,7 @@ float32 small differences show; in narrow data types only gross ones differ from
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,15 @@ import torch
 from baton.blocks import num_blocks_for
 from baton.errors import ModelLoadError, in_one_line
 from baton.sampling import SamplingParams
-from engine.core.kv_spec import KVSpec
+from engine.core.kv_spec import EMPTY_PLACE, BlockTables, KVSpec
 from engine.core.runner import StepPart
 from engine.model.rank_step import RankStep
 
 NUM_TOKENS = 50
 ENDS = (24, 47, 48, 49, 50)
 """Ends of the parts in which the tokens are computed: two chunks, then one by one."""
+WHOLE_ENDS = ENDS[1:]
+"""The same with one chunk, for models whose layers lose their state between chunks."""
 OWN_ATTENTION = ("sdpa", "eager")
 """Transformers' own attentions, in the order in which they are tried: some models have only the last one."""
 TOLERANCE = 0.01
@@ -80,16 +82,20 @@ def own_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
     raise ModelLoadError(f"transformers' own attention cannot compute this model: {failure}")
 
 
-def steps(token_ids: list[int], spec: KVSpec) -> Iterator[RankStep]:
-    """Yield steps that compute the tokens part by part; each needs the logits of all its tokens."""
+def steps(token_ids: list[int], spec: KVSpec, ends: Sequence[int] = ENDS) -> Iterator[RankStep]:
+    """Yield steps that compute the tokens part by part; each needs the logits of all its tokens.
+
+    Args:
+        ends: ends of the parts.
+    """
     begin = 0
-    for end in sorted({min(end, len(token_ids)) for end in ENDS}):
+    for number, end in enumerate(sorted({min(end, len(token_ids)) for end in ends})):
         part = StepPart(
             sequence_key=-1,
             token_ids=tuple(token_ids[begin:end]),
             num_computed_tokens=begin,
-            block_ids=tuple(tuple(range(num_blocks_for(end, group.block_size))) for group in spec.groups),
-            num_kv_tokens=(end,) * len(spec.groups),
+            block_ids=tables_of(spec, end, number),
+            num_kv_tokens=(end,) * spec.num_tables,
             sample=False,
             is_decoding=end - begin == 1,
             sampling=NO_SAMPLING,
@@ -98,3 +104,13 @@ def steps(token_ids: list[int], spec: KVSpec) -> Iterator[RankStep]:
         )
         yield RankStep([part], [], num_scored=[end - begin])
         begin = end
+
+
+def tables_of(spec: KVSpec, num_tokens: int, step: int) -> BlockTables:
+    """Return the tables of the only sequence in a cache, which holds `num_tokens` tokens after its step of this number.
+
+    If there are states, two of their rows take turns.
+    """
+    tables = tuple(tuple(range(num_blocks_for(num_tokens, group.block_size))) for group in spec.groups)
+    rows = ((1 - step % 2 if step else EMPTY_PLACE, step % 2),) if spec.states else ()
+    return (*tables, *rows)

@@ -6,12 +6,12 @@ Does not need transformers: `asking` finds the shape by asking the model, the na
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import ModelLoadError
-from engine.core.kv_spec import FP8, INT8, INT8_SCALE_BYTES, KVSpec, LayerGroup
+from engine.core.kv_spec import FP8, INT8, INT8_SCALE_BYTES, KVSpec, LayerGroup, StateSpec
 
 logger = logging.getLogger(__name__)
 FIXED_LENGTH = ("dynamic", "longrope")
@@ -33,29 +33,55 @@ class AttentionLayer:
     rotated part of the keys."""
     source: int | None = None
     """Layer whose KV it reads, if it keeps none of its own."""
+    window: int = 0
+    """Number of tokens that a token attends to, itself included; 0: all tokens before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptStates:
+    """States of one kind and shape that recurrent layers keep for each sequence: one tensor of all these layers."""
+
+    name: str
+    """Name of the tensor in a `KVSpec`."""
+    kind: str
+    """`conv` or `recurrent`, as transformers' cache names them."""
+    places: tuple[tuple[int, int], ...]
+    """Layer and index among the layer's states of this kind, in the order of the tensor."""
+    shape: tuple[int, ...]
+    """Shape of one layer's state of one sequence."""
+    dtype: str = ""
+    """Data type that the model insists on; empty: that of its computation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Configuration of a model, and the attention of its layers.
+    """Configuration of a model, and what its layers keep.
 
     Args:
         config: transformers' configuration of the model's text.
-        layers: by layer index.
+        layers: attention by layer index, ascending; a layer may have none.
     """
 
     config: Any
-    layers: tuple[AttentionLayer, ...]
+    layers: Mapping[int, AttentionLayer]
     splits_heads: bool = False
     """True if the model's tensor-parallel plan divides the heads of its attention among ranks."""
     honours: frozenset[str] = frozenset()
     """Further arguments of attention that change its result: `softcap`, `s_aux`."""
+    states: tuple[KeptStates, ...] = ()
+    """States of its recurrent layers."""
 
-    def cache_spec(self, block_size: int, dtype: str, num_ranks: int) -> KVSpec:
-        """Return the KV layout of one rank: a group of layers for each shape of heads, no state.
+    @property
+    def is_latent(self) -> bool:
+        """True if some layers keep compressed K and V."""
+        return any(layer.is_latent for layer in self.layers.values())
+
+    def cache_spec(self, block_size: int, dtype: str, num_ranks: int, computed: str = "float32") -> KVSpec:
+        """Return the KV layout of one rank: a group of layers for each shape of heads and window, and all states.
 
         Args:
             dtype: data type of the pages.
+            computed: data type of the computation, in which most states are kept.
 
         Raises:
             ModelLoadError: the heads cannot be divided evenly among the ranks, or pages of this type are not supported.
@@ -65,13 +91,13 @@ class ModelShape:
                 f"transformers does not split the heads of a model of type {self.config.model_type!r}; "
                 "set engine.tensor_parallel to 1"
             )
-        if dtype == FP8 and any(layer.is_latent for layer in self.layers):
+        if dtype == FP8 and self.is_latent:
             raise ModelLoadError(
                 f"engine.kv_dtype fp8 is not supported for models of type {self.config.model_type!r}: pages of 8-bit "
                 "floats have no scale, and this model keeps compressed K and V; set it to auto"
             )
         groups: dict[AttentionLayer, list[int]] = {}
-        for index, layer in enumerate(self.layers):
+        for index, layer in self.layers.items():
             if layer.num_kv_heads % num_ranks or layer.num_heads % num_ranks:
                 raise ModelLoadError(
                     f"engine.tensor_parallel is {num_ranks}, which does not divide the model's {layer.num_heads} heads "
@@ -80,25 +106,34 @@ class ModelShape:
             if layer.source is None:
                 groups.setdefault(layer, []).append(index)
         scale = INT8_SCALE_BYTES if dtype == INT8 else 0
-        reads = tuple((index, layer.source) for index, layer in enumerate(self.layers) if layer.source is not None)
+        reads = tuple((index, layer.source) for index, layer in self.layers.items() if layer.source is not None)
+        if not groups:  # blocks of no bytes, which name prefixes
+            groups = {AttentionLayer(num_heads=num_ranks, num_kv_heads=num_ranks, k_dim=1, v_dim=1): []}
         found = [
             LayerGroup(
-                name="all" if len(groups) == 1 else f"{layer.num_kv_heads}x{layer.k_dim}+{layer.v_dim}",
+                name="all" if len(groups) == 1 else _name_of(layer),
                 layers=tuple(indices),
                 block_size=block_size,
                 num_kv_heads=layer.num_kv_heads // num_ranks,
                 k_dim=layer.k_dim + scale,
                 v_dim=layer.v_dim + scale,
                 dtype=dtype,
+                window=layer.window,
             )
             for layer, indices in groups.items()
         ]
-        return KVSpec(tuple(found), reads=reads)
+        states = [StateSpec(each.name, (len(each.places), *each.shape), each.dtype or computed) for each in self.states]
+        return KVSpec(tuple(found), tuple(states), reads)
 
     def sharing(self, spec: KVSpec) -> tuple[int, ...]:
         """Return the number of query heads per KV head in each group of the layout."""
-        firsts = [self.layers[group.layers[0]] for group in spec.groups]
-        return tuple(layer.num_heads // layer.num_kv_heads for layer in firsts)
+        firsts = [self.layers[group.layers[0]] if group.layers else None for group in spec.groups]
+        return tuple(1 if layer is None else layer.num_heads // layer.num_kv_heads for layer in firsts)
+
+
+def _name_of(layer: AttentionLayer) -> str:
+    heads = f"{layer.num_kv_heads}x{layer.k_dim}+{layer.v_dim}"
+    return f"{heads} window {layer.window}" if layer.window else heads
 
 
 def ropes_of(config: Any) -> Iterator[dict[str, Any]]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers.distributed import DistributedConfig
@@ -27,7 +27,7 @@ from engine.model import pretrained, self_check
 from engine.model.asking import AskedModel
 from engine.model.attention import ATTENTION_NAME, begun_blocks, entered_blocks, set_step
 from engine.model.attention_choice import AttentionWish, TorchAttention, attention_of, decode_graphs
-from engine.model.attention_step import Attention
+from engine.model.attention_step import Attention, AttentionStep
 from engine.model.batch_invariance import make_invariant
 from engine.model.fp8_linear import quantize
 from engine.model.fused_model import Fused, fuse
@@ -35,6 +35,7 @@ from engine.model.kv_cache import KVCache, torch_dtype
 from engine.model.last_tokens import Filling
 from engine.model.latent import EXPAND, absorb, release
 from engine.model.rank_step import RankStep
+from engine.model.recurrent import OF_RECURRENT, Pass, PassStates, StateRows, Wanted, cache_argument, passes_of
 from engine.model.shapes import arithmetic_dtype, longest_sequence
 from engine.model.table_rows import TableRoom
 from engine.uploads import StepNumbers
@@ -44,6 +45,20 @@ if TYPE_CHECKING:
     from engine.model.decode_graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
+
+
+class _Prepared(NamedTuple):
+    """Tensors of one forward pass, valid once the step's numbers have been sent."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
+    """Tokens whose logits are needed."""
+    states: StateRows | None
+    """None: the model has no states."""
+    attention: AttentionStep
+
+
 OF_QUANTIZED = ("weight_scale", "weight_scale_inv", "_blocks", "_scales", "qweight")
 """Ends of the names of tensors without which quantized weights mean nothing."""
 NUM_NAMED = 3
@@ -57,6 +72,9 @@ class ModelRank:
 
     Args:
         asked: the model's answers, if it has been asked in this process.
+
+    Attributes:
+        needs_whole_prompts: see `KVSpec.whole_prompts`.
 
     Raises:
         ModelLoadError: the weights cannot be loaded, the checkpoint is incomplete, `engine.batch_invariant` is not
@@ -105,12 +123,13 @@ class ModelRank:
         self._last_keys = frozenset[int]()
         """Keys of the sequences in the previous step."""
         self._shape = asked.shape
+        self._cache_argument = cache_argument(self.model)
         self._takes_rows = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         attentions = {m.layer_idx: m for m in self.model.modules() if hasattr(m, EXPAND)}
-        self._latent = {i: attentions[i] for i, layer in enumerate(asked.shape.layers) if layer.is_latent}
+        self._latent = {i: attentions[i] for i, layer in asked.shape.layers.items() if layer.is_latent}
         self._absorb()
-        self._require_own_logits()
-        self._fused = fuse(self.model, engine.tensor_parallel)
+        self.needs_whole_prompts = self._require_own_logits()
+        self._fused = fuse(self.model, engine.tensor_parallel, has_states=bool(asked.shape.states))
         if model.weights == "fp8":
             quantize(self.model)
         if engine.batch_invariant:
@@ -125,7 +144,8 @@ class ModelRank:
         batch = self._engine.batch(on_gpu=cache.device.type == "cuda")
         room = TableRoom(batch.max_num_seqs, longest_sequence(self._shape.config, self._engine.max_model_len))
         self._attention = attention_of(cache, self._shape, self.model.dtype, room, wish)
-        self._found_graphs = decode_graphs(self.model, self._attention, self._engine)
+        has_states = bool(self._shape.states)
+        self._found_graphs = decode_graphs(self.model, self._attention, self._engine, has_states=has_states)
         self._graphs = None if isinstance(self._found_graphs, str) else self._found_graphs
 
     @property
@@ -156,49 +176,94 @@ class ModelRank:
 
     def _forward(self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None = None) -> torch.Tensor:
         """Compute a step, whose copies have been performed, without a graph."""
-        parts, put = step.parts, self._numbers.put
-        token_ids = put(torch.tensor([[token for part in parts for token in part.token_ids]]))
-        positions = put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])[None])
-        # Without a row to sample from, one unused row of logits is computed: none would mean all of them.
-        rows = put(torch.tensor(step.logit_rows or [0]))
+        parts, numbers = step.parts, self._numbers
+        token_ids = numbers.put(torch.tensor([token for part in parts for token in part.token_ids]))
+        positions = numbers.put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts]))
         to_clear = begun_blocks(self.cache, parts) if self._attention.needs_numbers and not step.is_ready else ()
-        begun = [put(torch.tensor(blocks, dtype=torch.int64)) for blocks in to_clear]
-        filling = None if filling is None else filling.put_by(self._numbers)
-        set_step(self._attention.step(parts, on_layer_done, self._numbers))
-        self._numbers.send()
+        begun = [numbers.put(torch.tensor(blocks, dtype=torch.int64)) for blocks in to_clear]
+        filling = None if filling is None else filling.put_by(numbers)
+        passes = list(passes_of(parts)) if self._shape.states else [Pass(parts, 0, len(token_ids), False)]
+        wanted = Wanted.of(step, passes)
+        last = len(passes) - 1
+        prepared = [
+            _Prepared(
+                token_ids[each.begin : each.end],
+                positions[each.begin : each.end],
+                # Without a row to sample from, one unused row of logits is computed: none would mean all of them.
+                numbers.put(torch.tensor(rows or [0])),
+                StateRows.of(each.parts, numbers) if self._shape.states else None,
+                # A layer is done for all tokens of the step in the last pass only.
+                self._attention.step(each.parts, on_layer_done if index == last else ignore_layer, numbers),
+            )
+            for index, (each, rows) in enumerate(zip(passes, wanted.rows, strict=True))
+        ]
+        numbers.send()
         if filling is not None:
-            filling.fill(token_ids[0])
+            filling.fill(token_ids)
         if self._attention.needs_numbers:
             self.cache.clear_blocks(begun)
             self._clear_entered(step)
-        kept = {"logits_to_keep": rows} if self._takes_rows else {}
-        found: torch.Tensor = self.model(
-            input_ids=token_ids, position_ids=positions, use_cache=False, **kept
-        ).logits[0]  # fmt: skip
-        return found if self._takes_rows else found[rows]
+        return wanted.joined([self._logits(each, with_) for each, with_ in zip(passes, prepared, strict=True)])
+
+    def _logits(self, each: Pass, prepared: _Prepared) -> torch.Tensor:
+        """Compute one forward pass of a step and return the logits of the prepared rows, `[rows, vocabulary]`."""
+        shape = (-1, 1) if each.is_stacked else (1, -1)
+        given: dict[str, Any] = {"input_ids": prepared.token_ids.view(shape), "use_cache": prepared.states is not None}
+        if self._cache_argument != OF_RECURRENT:
+            given["position_ids"] = prepared.positions.view(shape)
+        if takes_rows := self._takes_rows and not each.is_stacked:
+            given["logits_to_keep"] = prepared.rows
+        set_step(prepared.attention)
+        if prepared.states is None:
+            logits: torch.Tensor = self.model(**given).logits
+        else:
+            begin = each.parts[0].num_computed_tokens
+            states = PassStates(self.cache, self._shape.states, prepared.states, begin)
+            logits = self.model(**given, **{self._cache_argument: states}).logits
+            states.store()
+        rows = logits.flatten(0, 1)
+        return rows if takes_rows else rows[prepared.rows]
 
     @torch.inference_mode()
-    def _require_own_logits(self) -> None:
+    def _require_own_logits(self) -> bool:
         """Check the model as it was loaded, on every rank; see `self_check`.
 
         What later replaces parts of it is checked by itself.
+
+        Returns:
+            Whether prompts must be computed whole: the states of its layers are lost between chunks.
         """
         dtype, device = self.model.dtype, self._numbers.device
-        spec = self._shape.cache_spec(16, str(dtype).removeprefix("torch."), self._engine.tensor_parallel)
+        name = str(dtype).removeprefix("torch.")
+        spec = self._shape.cache_spec(16, name, self._engine.tensor_parallel, name)
         config = self._shape.config
         num_tokens = longest_sequence(config, self._engine.max_model_len)
         tokens = self_check.probe_tokens(config.vocab_size, num_tokens)
-        self.cache = KVCache(spec, num_blocks_for(len(tokens), 16), 1, device)
+        self.cache = KVCache(spec, num_blocks_for(len(tokens), 16), 2, device)
         self._attention = TorchAttention(self.cache)
-        try:
-            found = [self._forward(step, ignore_layer) for step in self_check.steps(tokens, spec)]
-        except Exception as error:  # the model's own code
-            raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
+        found = self._found_logits(self_check.steps(tokens, spec))
         for module in self._latent.values():
             release(module)
         expected = self_check.own_logits(self.model, tokens)
         self._absorb()
-        self_check.require_equal(torch.cat(found), expected, dtype, config.model_type)
+        try:
+            self_check.require_equal(found, expected, dtype, config.model_type)
+        except ModelLoadError:
+            if not spec.states:
+                raise
+            found = self._found_logits(self_check.steps(tokens, spec, self_check.WHOLE_ENDS))
+            self_check.require_equal(found, expected, dtype, config.model_type)
+            return True
+        return False
+
+    def _found_logits(self, steps: Iterable[RankStep]) -> torch.Tensor:
+        """Return the logits of first steps, `[tokens, vocabulary]`."""
+        try:
+            return torch.cat([self._forward(step, ignore_layer) for step in steps])
+        except ModelLoadError:
+            raise
+        except Exception as error:  # the model's own code
+            raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
 
     def _absorb(self) -> None:
         """Make latent layers attend in their latent space."""

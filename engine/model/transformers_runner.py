@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from baton.cluster import Computes, fallback
 from baton.errors import ConfigError, ModelLoadError, in_one_line
 from baton.sampling import SamplingParams
 from engine.core.faults import Fault, fault_of
-from engine.core.kv_spec import INT8
+from engine.core.kv_spec import EMPTY_PLACE, INT8, KVSpec
 from engine.core.runner import (
     ComputedStep,
     Fence,
@@ -42,6 +43,7 @@ from engine.model.transformers_model import ModelRank, load_config
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
 
+logger = logging.getLogger(__name__)
 PROBE_BLOCKS = 2
 """Blocks of the temporary cache with which the largest step is computed; all its sequences share them."""
 LARGEST_SAMPLING = SamplingParams(
@@ -78,6 +80,8 @@ class TransformersRunner(LogitsRunner):
             refuse_unkept(devices[0], model.weights)
         measures = len(devices) == 1 and devices[0].type in device_memory.MEASURED_DEVICES
         asked = ask_folder(Path(model.path), config)
+        if asked.shape.states:
+            _refuse_for_states(model, engine)
         super().__init__(model, engine, asked.shape, devices, num_blocks=PROBE_BLOCKS * measures)
         self._others = OtherRanks(model, engine, self.caches) if len(self.caches) > 1 else None
         self.runs_ahead = devices[0].type == "cuda" and self._others is None
@@ -87,12 +91,30 @@ class TransformersRunner(LogitsRunner):
                 self._others.wait_ready()
             if measures:
                 self._make_measured_caches(engine, devices)
+            if self.rank.needs_whole_prompts:
+                self._compute_prompts_whole()
             self._warm_up(self._compute)
             self._structures.load()
             self.computes = self._completed(self.rank.computes)
         except (ConfigError, ModelLoadError):
             self.close()
             raise
+
+    def _compute_prompts_whole(self) -> None:
+        """Limit sequences to those that fit into one step beside a token of every other sequence."""
+        self.spec = replace(self.spec, whole_prompts=True)
+        for cache in self.caches:
+            cache.spec = self.spec
+        most = self.batch.max_num_batched_tokens - self.batch.max_num_seqs + 1
+        self.max_model_len = min(self.max_model_len, most)
+        logger.warning(
+            "prompts are computed whole, since transformers loses the states of this model between parts of a prompt: "
+            "max_model_len is %d, and a prompt never continues from a cached prefix; engine.max_num_batched_tokens "
+            "(%d) less engine.max_num_seqs (%d) limits it",
+            self.max_model_len,
+            self.batch.max_num_batched_tokens,
+            self.batch.max_num_seqs,
+        )
 
     def _completed(self, chosen: Computes) -> Computes:
         """Return what the runner computes with, given its rank's choices."""
@@ -115,8 +137,7 @@ class TransformersRunner(LogitsRunner):
             ModelLoadError: the largest step does not fit next to the weights, or the pool next to both.
             ConfigError: there is no room for the configured pool.
         """
-        num_groups = len(self.spec.groups)
-        steps = [largest_step(engine, self._model_len, num_groups, is_scored=each) for each in (True, False)]
+        steps = [largest_step(engine, self._model_len, self.spec, is_scored=each) for each in (True, False)]
 
         def compute() -> None:
             for step in steps:
@@ -135,7 +156,7 @@ class TransformersRunner(LogitsRunner):
             ) from error
         room = memory.room(engine.memory_share, self._set_aside)
         pool_gib = room.pool_gib(engine.kv_cache_gib) if not engine.num_blocks else 0.0
-        self._make_caches(engine, engine.num_blocks or self._num_blocks_of(pool_gib), devices)
+        self._make_caches(engine.num_blocks or self._num_blocks_of(pool_gib), devices)
         self.rank.use(self.cache)
 
     def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> LaunchedStep:
@@ -176,18 +197,19 @@ class TransformersRunner(LogitsRunner):
         with self._others.computing(RankStep(stripped, step.sampling, step.copies, step.num_scored)):
             logits = self.rank.compute(step, _one_behind(on_layer_done))
             self._wait_for_stream()
-        on_layer_done(self.spec.num_layers - 1, None)
+        if last := self.spec.num_layers:
+            on_layer_done(last - 1, None)
         return logits
 
 
-def largest_step(engine: EngineConfig, model_len: int, num_groups: int = 1, *, is_scored: bool = True) -> StepInput:
+def largest_step(engine: EngineConfig, model_len: int, spec: KVSpec, *, is_scored: bool = True) -> StepInput:
     """Return one of the two steps that need the most memory.
 
     Both have the maximum numbers of tokens and sequences; all sequences sample, at the end of the longest prompt. Their
-    block tables contain only the first two blocks.
+    block tables contain only the first two blocks, and their states are in the first two rows.
 
     Args:
-        num_groups: layer groups of the model.
+        spec: spec of the model's caches.
         is_scored: whether it is the step with the most rows of logits: prompts with scores, of each of which a step
             computes at most `MAX_SCORED` tokens. In the other step the longest prompt has all tokens that the others
             leave.
@@ -200,22 +222,23 @@ def largest_step(engine: EngineConfig, model_len: int, num_groups: int = 1, *, i
         num_tokens = 1 + min(most - 1, num_left)
         num_left -= num_tokens - 1
         end = model_len if num_tokens > 1 else min(engine.block_size, model_len)
-        part = _largest_part(number, num_tokens, end, engine.block_size, is_scored=is_scored and num_tokens > 1)
-        parts.append(
-            part._replace(block_ids=part.block_ids * num_groups, num_kv_tokens=part.num_kv_tokens * num_groups)
-        )
+        parts.append(_largest_part(number, num_tokens, end, spec, is_scored=is_scored and num_tokens > 1))
         if not is_scored:
             num_left = 0
     return StepInput(tuple(parts))
 
 
-def _largest_part(number: int, num_tokens: int, end: int, block_size: int, *, is_scored: bool) -> StepPart:
+def _largest_part(number: int, num_tokens: int, end: int, spec: KVSpec, *, is_scored: bool) -> StepPart:
+    tables = [
+        tuple(place % PROBE_BLOCKS for place in range(num_blocks_for(end, group.block_size))) for group in spec.groups
+    ]
+    rows = [(0 if end > num_tokens else EMPTY_PLACE, 1)] * bool(spec.states)
     return StepPart(
         sequence_key=-1 - number,  # the sampler keeps no state for them
         token_ids=(0,) * num_tokens,
         num_computed_tokens=end - num_tokens,
-        block_ids=(tuple(place % PROBE_BLOCKS for place in range(num_blocks_for(end, block_size))),),
-        num_kv_tokens=(end,),
+        block_ids=(*tables, *rows),
+        num_kv_tokens=(end,) * spec.num_tables,
         sample=True,
         is_decoding=num_tokens == 1,
         sampling=LARGEST_SAMPLING,
@@ -224,6 +247,18 @@ def _largest_part(number: int, num_tokens: int, end: int, block_size: int, *, is
         history=(0,) * end,
         scores_prompt=is_scored,
     )
+
+
+def _refuse_for_states(model: ModelConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError for settings that models with recurrent layers do not support."""
+    values = {
+        "engine.batch_invariant": engine.batch_invariant,
+        "engine.attention flashinfer": engine.attention == "flashinfer",
+        "model.weights fp8": model.weights == "fp8",
+    }
+    for name, is_set in values.items():
+        if is_set:
+            raise ConfigError(f"{name} is not supported for models with recurrent layers; set it to its default")
 
 
 def _samples_on_device(part: StepPart) -> bool:

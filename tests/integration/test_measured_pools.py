@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from baton.config import EngineConfig, ModelConfig
 from baton.errors import ConfigError, ModelLoadError
 from baton.memory import CONTEXT_BYTES, GIB, GpuMemory
+from engine.core.kv_spec import KVSpec, LayerGroup
 from engine.core.runner import OnLayerDone
 from engine.core.scheduler import MAX_SCORED
 from engine.model import device_memory
@@ -25,6 +26,7 @@ from tests.integration.test_engine_models import answers, engine_of, make_engine
 
 ENGINE = EngineConfig(runner="transformers", max_num_seqs=6, max_num_batched_tokens=40)
 MIB = 2**20
+SPEC = KVSpec((LayerGroup(name="all", layers=(0,), block_size=16, num_kv_heads=1, k_dim=1, v_dim=1, dtype="float32"),))
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +138,8 @@ def test_a_pool_that_the_device_refuses_names_what_to_lower(model: Path, monkeyp
     Gpu(monkeypatch, memory())
     make = KVCache.__init__
 
-    def full(cache: KVCache, spec: Any, num_blocks: int, *rest: Any, **more: Any) -> None:
-        if num_blocks > 4:  # those of the first steps are fewer
+    def full(cache: KVCache, spec: Any, num_blocks: int | tuple[int, ...], *rest: Any, **more: Any) -> None:
+        if isinstance(num_blocks, tuple) and max(num_blocks) > 4:  # those of the first steps are fewer
             raise torch.OutOfMemoryError("CUDA out of memory")
         make(cache, spec, num_blocks, *rest, **more)
 
@@ -147,13 +149,13 @@ def test_a_pool_that_the_device_refuses_names_what_to_lower(model: Path, monkeyp
 
 
 def test_the_largest_step_samples_for_all_and_names_no_block_beyond_the_probe() -> None:
-    step = largest_step(EngineConfig(max_num_seqs=64, max_num_batched_tokens=512), 4096)
+    step = largest_step(EngineConfig(max_num_seqs=64, max_num_batched_tokens=512), 4096, SPEC)
     assert step.num_scheduled_tokens == 512
     assert len(step.parts) == 64
     assert all(part.sample for part in step.parts)
     assert max(part.end for part in step.parts) == 4096
     assert {block for part in step.parts for table in part.block_ids for block in table} == {0, 1}
-    short = largest_step(EngineConfig(max_num_seqs=64, max_num_batched_tokens=512), 20)
+    short = largest_step(EngineConfig(max_num_seqs=64, max_num_batched_tokens=512), 20, SPEC)
     assert max(part.end for part in short.parts) == 20
     assert all(part.num_computed_tokens >= 0 for part in short.parts)
 
@@ -167,12 +169,12 @@ def test_the_largest_step_scores_no_more_of_a_prompt_than_a_step_does(
 ) -> None:
     """A row of logits in float32 for each token of a long prompt would take gigabytes from the pool."""
     engine = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-    step = largest_step(engine, 8192)
+    step = largest_step(engine, 8192, SPEC)
     assert [part.num_scheduled_tokens for part in step.parts] == counts
     # The last token of a prompt has none behind it.
     assert [len(part.scored_token_ids) for part in step.parts] == [count - 1 for count in counts]
     assert max(len(part.scored_token_ids) for part in step.parts) <= MAX_SCORED
-    whole = largest_step(engine, 8192, is_scored=False)
+    whole = largest_step(engine, 8192, SPEC, is_scored=False)
     assert [part.num_scheduled_tokens for part in whole.parts] == [
         max_num_batched_tokens - max_num_seqs + 1,
         *[1] * (max_num_seqs - 1),

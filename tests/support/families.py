@@ -83,5 +83,59 @@ OTHERS: dict[str, dict[str, Any]] = {
     "vaultgemma": LIMITED,
     "youtu": LATENT,
 }
+MAMBA = {
+    "mamba_chunk_size": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 8,
+}
+DELTA = HEADS | {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8}
+STATE_SPACE = {"conv_kernel": 4, "expand": 2, "state_size": 8}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 128},
+    "granitemoehybrid": EXPERTS | MAMBA | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 64},
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": EXPERTS | CONVOLUTIONS,
+    "mamba2": STATE_SPACE | {"chunk_size": 8, "head_dim": 16, "n_groups": 2, "num_heads": 8},
+    "nemotron_h": HEADS
+    | {
+        "chunk_size": 8,
+        "hybrid_override_pattern": "M*-*",
+        "mamba_head_dim": 16,
+        "mamba_num_heads": 8,
+        "n_groups": 1,
+        "ssm_state_size": 8,
+    },
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "qwen3_5_moe_text": EXPERTS | DELTA,
+    "qwen3_5_text": DELTA,
+    "qwen3_next": EXPERTS | DELTA,
+}
+"""Types with recurrent layers: hybrids, and models without attention."""
+WHOLE_PROMPTS: dict[str, dict[str, Any]] = {
+    "falcon_mamba": STATE_SPACE,
+    "jamba": EXPERTS
+    | {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+        "use_mamba_kernels": False,
+    },
+    "mamba": STATE_SPACE,
+}
+"""Types whose states transformers loses between parts of a prompt."""
 KINDS = {kind: OFTEN[kind] for kind in ("olmo3", "gpt_oss", "gemma2", "deepseek_v3", "gemma4_text")}
 """Plain attention with RoPE by type of layer, sinks and a window, limited scores, latents, two groups of heads."""

@@ -13,16 +13,16 @@ from engine.model.shapes import AttentionLayer, ModelShape
 def shape_of(spec: KVSpec, num_sharing: int, **others: Any) -> ModelShape:
     """Returns the shape of a model with these groups, in which so many query heads share a KV head."""
     of_layer = {layer: group for group in spec.groups for layer in group.layers}
-    layers = [
-        AttentionLayer(
+    layers = {
+        layer: AttentionLayer(
             num_heads=group.num_kv_heads * num_sharing,
             num_kv_heads=group.num_kv_heads,
             k_dim=group.k_dim,
             v_dim=group.v_dim,
         )
-        for _, group in sorted(of_layer.items())
-    ]
-    return ModelShape(SimpleNamespace(model_type="made"), tuple(layers), **others)
+        for layer, group in sorted(of_layer.items())
+    }
+    return ModelShape(SimpleNamespace(model_type="made"), layers, **others)
 
 
 def spec_of_model(config: Any, dtype: str = "float32", block_size: int = 16) -> KVSpec:

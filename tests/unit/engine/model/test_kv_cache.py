@@ -113,9 +113,27 @@ def test_blocks_of_8_bit_floats_are_cleared_and_copied() -> None:
     assert not group[:, 3].float().any()
 
 
-def test_prefix_reuse_needs_a_model_without_state() -> None:
-    assert not SPEC.supports_prefix_reuse
-    assert KVSpec((FULL,)).supports_prefix_reuse
+def test_a_model_that_computes_whole_prompts_reuses_no_prefix() -> None:
+    assert SPEC.supports_prefix_reuse
+    assert not replace(SPEC, whole_prompts=True).supports_prefix_reuse
+
+
+def test_each_table_may_have_a_size_of_its_own() -> None:
+    cache = KVCache(SPEC, (7, 5, 4), 1)
+    assert cache.table_sizes == (7, 5, 4)
+    assert [tensor.shape[:2] for tensor in cache.groups] == [(2, 7), (3, 5)]
+    assert [len(state) for state in cache.states.values()] == [4, 4]
+    with pytest.raises(ValueError, match="a cache with 3 block tables got sizes for 2"):
+        KVCache(SPEC, (7, 5), 1)
+
+
+def test_a_group_without_layers_takes_no_bytes() -> None:
+    cache = KVCache(KVSpec((replace(FULL, layers=()),), SPEC.states), 7, 3)
+    (group,) = cache.groups
+    assert (tuple(group.shape), group.numel(), cache.spec.block_bytes) == ((0, 7, 256), 0, 0)
+    cache.clear_blocks([[1, 3]])
+    cache.clear_places(0, 2, 5)
+    cache.copy_blocks([BlockCopy(0, 2, 1)])
 
 
 def test_a_spec_in_words() -> None:
