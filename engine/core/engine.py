@@ -153,7 +153,8 @@ class Engine:
         """
         begins = (group.first_block(sequence.num_tokens) for group in self.pool.groups)
         tables = zip(sequence.block_ids, begins, strict=False)
-        return self._pins.take(tuple((EMPTY_PLACE,) * begin + table[begin:] for table, begin in tables))
+        states: BlockTables = ((),) if self.pool.rows is not None else ()
+        return self._pins.take((*((EMPTY_PLACE,) * begin + table[begin:] for table, begin in tables), *states))
 
     def pin_prefix(self, keys: SequenceOf[bytes]) -> Pin:
         """Pin the longest cached prefix of a chain of keys, one per hash block of 16 tokens (see `baton.blocks`)."""
