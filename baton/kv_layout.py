@@ -25,11 +25,13 @@ class GroupLayout:
     """Order of a head's values in a block, as the name of a `PageOrder`; empty: K of all tokens, then V."""
     tag: str = ""
     """Name of an opaque page order; empty otherwise."""
+    window: int = 0
+    """Number of tokens that a token attends to, itself included; 0: all tokens before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Recurrent state of a cache: one tensor per sequence."""
+    """Recurrent state of a cache: one tensor per sequence, whole on every rank."""
 
     name: str
     shape: tuple[int, ...]

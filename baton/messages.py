@@ -108,11 +108,17 @@ class Ticket:
     num_tokens: int
     """Number of tokens whose KV is transferred: all, or all but the last one, which the receiver computes."""
     skip_tokens: int
-    """Number of leading tokens whose blocks the receiver already holds; a multiple of its block size."""
+    """Number of leading tokens whose blocks the receiver already holds in the layer groups without a window; a multiple
+    of its block size."""
     wire_compat: str
     layout: KvLayout
     force_first_token: bool = False
     """True if the receiver needs the first token, since it cannot draw it from the requested KV."""
+    begins: tuple[int, ...] = ()
+    """First token whose KV is transferred, by layer group; empty: `skip_tokens` for all groups.
+
+    Each is a multiple of the receiver's block size in its group.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,12 @@ class DecodeService:
             # A state includes all tokens, so the last one cannot be recomputed here to sample the first token.
             expected = Expected.WITH_FIRST_TOKEN if worker.engine.spec.states else Expected.WHOLE
             ticket = worker.kv.receiver.expect(
-                name, reserved.num_tokens, reserved.num_cached_tokens, reserved.block_ids, expected
+                name,
+                reserved.num_tokens,
+                reserved.num_cached_tokens,
+                reserved.block_ids,
+                expected,
+                begins=reserved.begins,
             )
             try:
                 yield ticket

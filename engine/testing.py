@@ -5,7 +5,8 @@
 K holds the token and V holds (p + 1) * token, in every layer; `state`, if there is one, is the running sum of all
 tokens. The next token comes from K of the first layer, plus one for every position at which another page disagrees. So
 a block that is lost, stale, swapped or altered, in any layer, changes the output, as with a real model, and tests of
-scheduling, KV transfer and streaming need no weights. A worker runs it if `testing.arithmetic` is set.
+scheduling, KV transfer and streaming need no weights. With a window, one more layer sees only the last tokens: the
+positions in it that disagree count. A worker runs it if `testing.arithmetic` is set.
 
 The modulus is a prime because each output token is a multiple of the one before by its position. Modulo 49152, which
 two to the power of 14 divides, all tokens after about 16 would be 0, and a lost or repeated one would not be noticed.
@@ -30,7 +31,7 @@ from baton.cluster import Computes
 from baton.config import EngineConfig, ModelConfig, TestingConfig
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Sampled, TokenScores
-from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
+from engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup, StateSpec
 from engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from engine.model.kv_cache import KVCache
 from engine.model.last_tokens import LastTokens
@@ -44,6 +45,8 @@ NUM_LAYERS, NUM_BLOCKS, MODEL_LEN = 2, 4096, 8192
 """Size of a worker's arithmetic model, unless its settings say otherwise."""
 NUM_NEAR = 4096
 """Number of tokens next to the best one that have any weight at the highest temperature."""
+NUM_ROWS_PER_SEQUENCE = 4
+"""Rows of states: two for each sequence that runs, and as many snapshots."""
 
 
 class ArithmeticRunner:
@@ -68,6 +71,8 @@ class ArithmeticRunner:
         max_model_len: int = MODEL_LEN,
         max_num_seqs: int = 64,
         with_state: bool = False,
+        window: int = 0,
+        whole_prompts: bool = False,
         eos_token_ids: frozenset[int] = frozenset({0}),
         num_layers: int = NUM_LAYERS,
         layer_s: float = 0.0,
@@ -75,17 +80,21 @@ class ArithmeticRunner:
         tokenizer: Path | None = None,
     ) -> None:
         states = (StateSpec("token_sum", (1,), "int64"),) if with_state else ()
-        group = LayerGroup(
-            name="all",
-            layers=tuple(range(num_layers)),
-            block_size=block_size,
-            num_kv_heads=1,
-            k_dim=1,
-            v_dim=1,
-            dtype="int64",
-        )
-        self.spec = KVSpec((group,), states)
-        self.cache = KVCache(self.spec, num_blocks, max_num_seqs)
+        groups = [
+            LayerGroup(
+                name="all",
+                layers=tuple(range(num_layers)),
+                block_size=block_size,
+                num_kv_heads=1,
+                k_dim=1,
+                v_dim=1,
+                dtype="int64",
+            )
+        ]
+        if window:
+            groups.append(replace(groups[0], name="window", layers=(num_layers,), window=window))
+        self.spec = KVSpec(tuple(groups), states, whole_prompts=whole_prompts)
+        self.cache = KVCache(self.spec, num_blocks, NUM_ROWS_PER_SEQUENCE * max_num_seqs)
         self.caches = (self.cache,)
         self.num_blocks = self.cache.table_sizes
         self.name = "arithmetic"
@@ -137,8 +146,6 @@ class ArithmeticRunner:
     def _compute(self, step: StepInput, on_layer_done: OnLayerDone) -> None:
         """Perform the copies, and write KV and states."""
         self.cache.copy_blocks(step.copies)
-        if self.cache.states:
-            self.cache.clear_states([_state(part) for part in step.parts if part.num_computed_tokens == 0])
         num_layers = self.spec.num_layers
         layer_s = self.layer_s + self.token_s * step.num_scheduled_tokens / num_layers
         for layer in range(num_layers):
@@ -149,12 +156,16 @@ class ArithmeticRunner:
             on_layer_done(layer, None)
         for state in self.cache.states.values():
             for part in step.parts:
-                state[_state(part)] += sum(part.token_ids)
+                read, written = part.block_ids[-1][:2]
+                assert (read == EMPTY_PLACE) == (part.num_computed_tokens == 0), "a state is of other tokens"
+                state[written] = sum(part.token_ids) + (0 if read == EMPTY_PLACE else state[read])
 
     def _write(self, layer: int, part: StepPart) -> None:
         block_size, pages = self.spec.block_size, self._pages(layer)
+        table = part.block_ids[self.cache.group_of(layer)]
         for position, token_id in enumerate(part.token_ids, part.num_computed_tokens):
-            page = pages[part.block_ids[0][position // block_size]]
+            assert table[position // block_size] != EMPTY_PLACE, "a token has no place"
+            page = pages[table[position // block_size]]
             page[0, position % block_size] = token_id
             page[1, position % block_size] = (position + 1) * token_id
 
@@ -172,18 +183,30 @@ class ArithmeticRunner:
 
     def _answer(self, part: StepPart, num_tokens: int) -> int:
         """Return the next token after the sequence's first `num_tokens` tokens."""
-        blocks = torch.tensor(part.block_ids[0][: num_blocks_for(num_tokens, self.spec.block_size)])
-        layers = [self._pages(layer)[blocks].unbind(1) for layer in range(self.spec.num_layers)]
-        tokens = layers[0][0].flatten()[:num_tokens]
+        layers = [self._seen(part, layer, num_tokens) for layer in range(self.spec.num_layers)]
+        tokens = layers[0][0]
         weighted = tokens * torch.arange(1, num_tokens + 1)
-        state = sum(int(state[_state(part)]) for state in self.cache.states.values())
         if num_tokens < part.end:
             state = int(tokens.sum()) if self.cache.states else 0
+        else:
+            state = sum(int(state[part.block_ids[-1][1]]) for state in self.cache.states.values())
         num_wrong = 0
         for keys, values in layers:
-            num_wrong += int((keys.flatten()[:num_tokens] != tokens).sum())
-            num_wrong += int((values.flatten()[:num_tokens] != weighted).sum())
+            num_wrong += int((keys != tokens[-len(keys) :]).sum())
+            num_wrong += int((values != weighted[-len(keys) :]).sum())
         return (int(weighted.sum()) + num_wrong + state) % modulus(self.vocab_size)
+
+    def _seen(self, part: StepPart, layer: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of a layer at the positions that the last of `num_tokens` tokens attends to."""
+        index = self.cache.group_of(layer)
+        group = self.spec.groups[index]
+        begin = max(0, num_tokens - group.window) if group.window else 0
+        first = begin // group.block_size
+        table = part.block_ids[index][first : num_blocks_for(num_tokens, group.block_size)]
+        assert EMPTY_PLACE not in table, "a block of the window was given back"
+        keys, values = self._pages(layer)[torch.tensor(table)].unbind(1)
+        seen = slice(begin - first * group.block_size, num_tokens - first * group.block_size)
+        return keys.flatten()[seen], values.flatten()[seen]
 
 
 def arithmetic_runner(model: ModelConfig, engine: EngineConfig, testing: TestingConfig) -> ArithmeticRunner:
@@ -203,11 +226,6 @@ def arithmetic_runner(model: ModelConfig, engine: EngineConfig, testing: Testing
         token_s=testing.token_ms / 1e3,
         tokenizer=Path(model.path) / "tokenizer.json" if model.path else None,
     )
-
-
-def _state(part: StepPart) -> int:
-    """Return the row of a sequence's state, the only block of its last table."""
-    return part.block_ids[-1][0]
 
 
 @cache

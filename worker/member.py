@@ -303,7 +303,7 @@ def wire_compat(model_identity: str, spec: KVSpec) -> str:
     refuses with a message (`kvstore.transfer.protocol.layout.mismatch`). Pages of int8 have another structure, since
     their scales count among the dimensions.
     """
-    groups = "|".join(f"{g.name}:{len(g.layers)}:{g.k_dim}:{g.v_dim}" for g in spec.groups)
+    groups = "|".join(f"{g.name}:{len(g.layers)}:{g.k_dim}:{g.v_dim}:{g.window}" for g in spec.groups)
     states = "|".join(f"{s.name}:{s.shape}:{s.dtype}" for s in spec.states)
     text = f"{WIRE_VERSION}\0{model_identity}\0{groups}\0{states}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -528,6 +528,7 @@ class GroupLayout(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_ORDER_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     num_kv_heads: _builtins.int
     k_dim: _builtins.int
@@ -540,6 +541,8 @@ class GroupLayout(_message.Message):
     """Order of a head's values in a block: "by_token" or "opaque"; empty: K of all tokens, then V of all tokens."""
     tag: _builtins.str
     """Name of an opaque order. Such blocks are transferred whole, and only between workers with the same tag."""
+    window: _builtins.int
+    """Number of tokens that a token attends to, itself included; 0: all tokens before it."""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -554,10 +557,11 @@ class GroupLayout(_message.Message):
         block_size: _builtins.int = ...,
         page_order: _builtins.str = ...,
         tag: _builtins.str = ...,
+        window: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "k_dim", b"k_dim", "layers", b"layers", "name", b"name", "num_kv_heads", b"num_kv_heads", "page_order", b"page_order", "tag", b"tag", "v_dim", b"v_dim"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "k_dim", b"k_dim", "layers", b"layers", "name", b"name", "num_kv_heads", b"num_kv_heads", "page_order", b"page_order", "tag", b"tag", "v_dim", b"v_dim", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -677,6 +681,7 @@ class Ticket(_message.Message):
     WIRE_COMPAT_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     FORCE_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    BEGINS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     generation: _builtins.int
     """Unique per reservation during the life of the receiving worker's process."""
@@ -689,12 +694,18 @@ class Ticket(_message.Message):
     num_tokens: _builtins.int
     """Number of tokens whose KV is transferred: the whole prompt, or all but its last token, which the receiver computes."""
     skip_tokens: _builtins.int
-    """Number of leading tokens whose blocks the receiving worker already holds; a multiple of the block size."""
+    """Number of leading tokens whose blocks the receiving worker already holds, in the groups without a window; a multiple
+    of the block size.
+    """
     wire_compat: _builtins.str
     force_first_token: _builtins.bool
     """The sender must supply the first token, because the receiver cannot sample it from the KV that it requests."""
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
+    @_builtins.property
+    def begins(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """First token whose KV is transferred, by layer group, a multiple of its block size; none: skip_tokens for all groups."""
+
     def __init__(
         self,
         *,
@@ -708,10 +719,11 @@ class Ticket(_message.Message):
         wire_compat: _builtins.str = ...,
         layout: Global___KvLayout | None = ...,
         force_first_token: _builtins.bool = ...,
+        begins: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker_id", b"decode_worker_id", "force_first_token", b"force_first_token", "generation", b"generation", "incarnation", b"incarnation", "kv_address", b"kv_address", "layout", b"layout", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "transfer_id", b"transfer_id", "wire_compat", b"wire_compat"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins", b"begins", "decode_worker_id", b"decode_worker_id", "force_first_token", b"force_first_token", "generation", b"generation", "incarnation", b"incarnation", "kv_address", b"kv_address", "layout", b"layout", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "transfer_id", b"transfer_id", "wire_compat", b"wire_compat"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,8 @@
 A block is in exactly one of three places: the free list, the cache (no sequence uses it, and its content is known under
 a key) or in use (reference count > 0; it may have a key as well and then be shared). `engine.core.eviction` selects the
 cached block to evict. A sequence returns its blocks tail first, so a prefix outlives the blocks built on it, and the
-whole prefix of a cached block is cached too, as in vLLM's automatic prefix caching.
+whole prefix of a cached block is cached too, as in vLLM's automatic prefix caching. Only layers with a window give back
+leading blocks earlier.
 
 Pure accounting: no tensors, no clock. Changes of the cached content come out as events for the prefix index.
 """
@@ -69,6 +70,14 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def holds(self, key: bytes) -> bool:
+        """Return whether content with this key is cached or in use."""
+        return key in self._block_of
+
+    def is_exclusive(self, block: int) -> bool:
+        """Return whether a block in use has one user and no key, so that its user may write it."""
+        return self._refs[block] == 1 and block not in self._key_of
+
     def num_matching(self, keys: Sequence[bytes]) -> int:
         """Return how many blocks `match` would find, by binary search: a cached block's prefix is cached too."""
         return bisect_left(keys, True, key=lambda key: key not in self._block_of)
@@ -84,7 +93,8 @@ class BlockPool:
 
     def fits(self, blocks: Sequence[int], num_fresh: int) -> bool:
         """Return whether `num_fresh` blocks are available in addition to `blocks`, which `match` has found."""
-        return sum(not self._refs[block] for block in blocks) + num_fresh <= self.num_available
+        num_cached = sum(block != EMPTY_PLACE and not self._refs[block] for block in blocks)
+        return num_cached + num_fresh <= self.num_available
 
     def touch(self, blocks: Sequence[int]) -> None:
         """Mark blocks as used now, which keeps them in the cache for longer."""
@@ -176,6 +186,15 @@ class BlockPool:
             self.release([block])
         return known
 
+    def forget(self, key: bytes) -> None:
+        """Free the block of a key, unless it is in use or no longer there."""
+        block = self._block_of.get(key)
+        if block is None or self._refs[block]:
+            return
+        self._cached.drop(key)
+        self._drop(key)
+        self._free.append(block)
+
     def references(self) -> dict[int, int]:
         """Return the reference counts of the blocks in use."""
         return {block: refs for block, refs in enumerate(self._refs) if refs}
@@ -205,12 +224,16 @@ class BlockPool:
         assert {block: key for key, block in self._block_of.items()} == self._key_of, "key maps differ"
 
     def _find(self, blocks: Sequence[int]) -> None:
+        blocks = [block for block in blocks if block != EMPTY_PLACE]
         self._cached.find([self._key_of[block] for block in blocks])
         for block in blocks:
             self._refs[block] += 1
 
     def _evict(self) -> int:
-        key = self._cached.evict()
+        return self._drop(self._cached.evict())
+
+    def _drop(self, key: bytes) -> int:
+        """Remove a key and return its block."""
         block = self._block_of.pop(key)
         del self._key_of[block]
         self._events.append(Removed(key))

@@ -73,7 +73,7 @@ class DraftModel:
         """Time that it takes for a token that it catches up with; 0: not measured yet."""
         self._rate = LIKELY
         """Acceptance rate of all sequences, with which a new one begins."""
-        self._blocks = SequenceBlocks(self.pool, 0)
+        self._blocks = SequenceBlocks(self.pool, 0, 1)
         self._max_model_len = runner.max_model_len
         self._shadows: dict[int, _Shadow] = {}
         self._most_tokens = most_tokens
@@ -194,12 +194,12 @@ class DraftModel:
         shadow.token_ids, shadow.block_keys = sequence.token_ids, sequence.block_keys  # these grow, and are shared
         found = self.pool.match(self._blocks.reusable_keys(shadow))
         num_tokens = min(sequence.num_tokens + RESERVED, spec.num_prompt_tokens + spec.max_tokens, self.pool.capacity)
-        tables = self.pool.reuse(found, self.pool.num_blocks_for(num_tokens))
+        tables = self.pool.reuse(found.tables, self.pool.num_blocks_for(num_tokens))
         if tables is None:
             return None
         shadow.status = Status.RUNNING
         self._blocks.take(shadow, tables)
-        shadow.num_computed_tokens = len(found[0]) * self.pool.block_sizes[0]
+        shadow.num_computed_tokens = found.num_tokens
         shadow.num_registered_keys = shadow.num_computed_tokens // self.pool.key_tokens
         shadow.num_kv_tokens = (shadow.num_computed_tokens,) * len(tables)
         made = self._shadows[sequence.key] = _Shadow(sequence, shadow, self._rate)

@@ -31,6 +31,7 @@ from engine.core.beams import BeamSearch
 from engine.core.block_pool import BlockChange
 from engine.core.drafting import drafter_of
 from engine.core.group_pool import GroupPool
+from engine.core.kv_spec import EMPTY_PLACE
 from engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Preempted, Refused, Reserved
 from engine.core.pins import Pins
 from engine.core.plan import Schedule
@@ -145,20 +146,24 @@ class Engine:
         self._book_computed(sequence, max(sequence.num_computed_tokens, num_tokens))
 
     def pin(self, sequence: Sequence) -> Pin:
-        """Take a reference on each block of a sequence for a reader: the blocks are not reused until `unpin`."""
-        return self._pins.take(sequence.block_ids)
+        """Take a reference on each block of a sequence that a reader of its known tokens needs, until `unpin`.
+
+        The blocks before the windows at its end are not among them, and neither is the state, whose row is known when
+        the last token is computed.
+        """
+        begins = (group.first_block(sequence.num_tokens) for group in self.pool.groups)
+        tables = zip(sequence.block_ids, begins, strict=False)
+        return self._pins.take(tuple((EMPTY_PLACE,) * begin + table[begin:] for table, begin in tables))
 
     def pin_prefix(self, keys: SequenceOf[bytes]) -> Pin:
-        """Pin the longest cached prefix of a chain of keys, one per hash block of 16 tokens (see `baton.blocks`).
-
-        For a model with per-sequence states it is empty: their blocks are never cached.
-        """
+        """Pin the longest cached prefix of a chain of keys, one per hash block of 16 tokens (see `baton.blocks`)."""
         num_parts = self.pool.key_tokens // HASH_BLOCK
         return self.pin_cached(keys[num_parts - 1 :: num_parts])
 
     def pin_cached(self, keys: SequenceOf[bytes]) -> Pin:
         """Pin the prefix that `num_cached_tokens` counts."""
-        return self._pins.take(tuple(tuple(blocks) for blocks in self.pool.match(keys)))
+        found = self.pool.match(keys)
+        return self._pins.take(tuple(tuple(blocks) for blocks in found.tables), found.num_tokens)
 
     def unpin(self, pin: Pin) -> None:
         """Drop the references of one pin."""
@@ -182,6 +187,10 @@ class Engine:
             return None
         for part, sequence in zip(step.parts, sequences, strict=True):
             sequence.run_ahead(part, self.runner.max_model_len)
+            if self.pool.rows is not None:
+                left = self.scheduler.blocks.advance(sequence)
+                self._read_by_next.append(self._pins.take(left))
+                self.pool.release(left)
         return self._scheduled(self.scheduler.schedule(begins_s, may_draft=False))
 
     def _scheduled(self, schedule: Schedule) -> tuple[StepInput, list[Output]]:
@@ -191,7 +200,9 @@ class Engine:
         for sequence in schedule.admitted:
             num_cached_tokens = sequence.num_computed_tokens
             if sequence.status is Status.RESERVED:
-                outputs.append(Reserved(sequence.key, sequence.block_ids, sequence.num_tokens, num_cached_tokens))
+                begins = sequence.begins if self.pool.has_windows else ()
+                tables, num_tokens = sequence.block_ids, sequence.num_tokens
+                outputs.append(Reserved(sequence.key, tables, num_tokens, num_cached_tokens, begins))
             elif sequence.purpose is Purpose.PREFILL:
                 outputs.append(Admitted(sequence.key, sequence.block_ids, num_cached_tokens))
         return schedule.step, outputs
@@ -202,6 +213,7 @@ class Engine:
         read_before, self._read_by_next = self._read_by_next, []
         eos_token_ids, max_model_len = self.runner.eos_token_ids, self.runner.max_model_len
         key_tokens, known, prefill = self.pool.key_tokens, self.sequences, Purpose.PREFILL
+        has_states, has_windows = self.pool.rows is not None, self.pool.has_windows
         generated = Generated.__new__  # see `Sequence.part`
         if output.proposed is not None and self._draft_model is not None:
             self._draft_model.commit(step, output)
@@ -214,6 +226,8 @@ class Engine:
             sequence.in_flight -= 1
             if sequence.num_ahead_tokens:
                 sequence.catch_up()
+            elif has_states:
+                self.pool.release(self.scheduler.blocks.advance(sequence))
             if sequence.aborted:
                 self.end(sequence)
                 continue
@@ -240,6 +254,8 @@ class Engine:
                 if sequence.in_flight:  # its table may change, but the step planned ahead reads the old one's blocks
                     self._read_by_next.append(self._pins.take(self.scheduler.blocks.unregistered(sequence)))
                 self.scheduler.blocks.register_computed(sequence)
+                if has_windows:
+                    self.scheduler.blocks.release_passed(sequence)
             if not token_ids:
                 continue
             report = None

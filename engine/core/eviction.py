@@ -99,6 +99,11 @@ class EvictionOrder:
         """
         del self._cached[key in self._protected][key]
 
+    def drop(self, key: bytes) -> None:
+        """Remove cached content that is not wanted any more. It leaves no ghost."""
+        self.remove(key)
+        self._protected.discard(key)
+
     def evict(self) -> bytes:
         """Remove and return the key to evict; it becomes a ghost."""
         is_protected, _ = self._first()

@@ -1,15 +1,16 @@
 """Block pools of all layer groups of a cache, used together.
 
-A sequence takes blocks in every group or in none. A prefix counts as cached if every group holds it whole. The prefix
-index receives an event when the last group has stored it, and another when the first group has evicted it. There is one
-key per `key_tokens` tokens, the greatest length that divides every group's block size:
+A sequence takes blocks in every group or in none. A prefix counts as cached if a sequence can continue after it: every
+group holds the blocks that are needed there, all of them or those of its window, and the states' pool a row. There is
+one key per `key_tokens` tokens, the greatest length that divides every group's block size:
 
     key_tokens   |   0   |   1   |   2   |   3   |
     group of 16  |   0   |   1   |   2   |   3   |      a block has the key of its last tokens
     group of 32  |       0       |       1       |
-    the index    |       0       |       1       |      what all groups can hold: multiples of KVSpec.block_size
+    states       |       -       |       1       |      a snapshot: the row after these tokens
+    the index    |       -       |       1       |      what all of them hold, at multiples of KVSpec.block_size
 
-The states' table comes last. Its blocks are never cached: a state cannot be cropped to a prefix.
+The prefix index receives an event when the last pool has stored a key, and another when the first one has evicted it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from baton.blocks import num_blocks_for
 from baton.cluster import BlockCounts
 from engine.core.block_pool import BlockChange, BlockPool, Stored
 from engine.core.kv_spec import EMPTY_PLACE, BlockTables, KVSpec
+from engine.core.pool_sizes import ROWS_PER_SEQUENCE
 from engine.core.runner import BlockCopy
+
+
+class Prefix(NamedTuple):
+    """Cached content from which a sequence can continue. Its blocks are not acquired yet."""
+
+    num_tokens: int
+    """Leading tokens that need not be computed or received; of groups with a window, see `begins`."""
+    tables: tuple[list[int], ...]
+    """The beginning of each block table. The states' table has the snapshot, or an empty place if there is no token."""
+    begins: tuple[int, ...]
+    """For each layer group, the number of leading tokens that are in its blocks or not needed."""
 
 
 class GroupPool:
@@ -36,40 +50,96 @@ class GroupPool:
         if len(num_blocks) != spec.num_tables:
             raise ValueError(f"a spec with {spec.num_tables} block tables got block counts for {len(num_blocks)}")
         self.pools = tuple(BlockPool(number) for number in num_blocks)
+        self.groups = spec.groups
         self.block_sizes = tuple(group.block_size for group in spec.groups)
         self.key_tokens = math.gcd(*self.block_sizes)
         self.prefix_tokens = spec.block_size
         """A cached prefix is a multiple of this length."""
         self.caches_prefixes = spec.supports_prefix_reuse
+        self.needs_whole_prompts = spec.whole_prompts
+        self.has_windows = any(group.window for group in spec.groups)
         self.capacity = min(pool.num_blocks * size for pool, size in zip(self.pools, self.block_sizes, strict=False))
         """Tokens of the longest sequence that the blocks of every group hold."""
-        self._groups = self.pools[: len(self.block_sizes)]
-        self._state_pools = self.pools[len(self.block_sizes) :]
-        self.has_states = bool(self._state_pools)
+        self._group_pools = self.pools[: len(self.block_sizes)]
+        self.rows: BlockPool | None = self.pools[-1] if spec.states else None
+        """Pool of the states' rows; None: the model has no states."""
+        self._is_dense = len(self.pools) == 1 and not self.has_windows
         self._num_holders: Counter[bytes] = Counter()
-        """Number of groups that hold a key, if there are several groups."""
+        """Number of pools that hold a key, if there are several pools."""
         self._events: list[BlockChange] = []
 
     # -- prefixes ------------------------------------------------------------------------------------------------------
 
     def num_matching_tokens(self, keys: Sequence[bytes]) -> int:
-        """Return the length of the longest prefix of a chain of keys that every group holds."""
+        """Return the length of the longest prefix of a chain of keys after which a sequence can continue."""
         if not self.caches_prefixes:
             return 0
-        num_tokens = min(
-            pool.num_matching(self.keys_of(keys, group)) * self.block_sizes[group]
-            for group, pool in enumerate(self._groups)
-        )
+        num_tokens = self.num_attended_tokens(keys)
+        if self._is_dense:
+            return num_tokens
+        while num_tokens:
+            found = min(self._last_row(keys, num_tokens), self._last_window(keys, num_tokens))
+            if found == num_tokens:
+                break
+            num_tokens = found // self.prefix_tokens * self.prefix_tokens
+        return num_tokens
+
+    def num_attended_tokens(self, keys: Sequence[bytes]) -> int:
+        """Return the length of the longest prefix that all groups without a window hold: blocks without a state."""
+        num_tokens = len(keys) * self.key_tokens
+        for index, (pool, size) in enumerate(zip(self._group_pools, self.block_sizes, strict=True)):
+            if not self.groups[index].window:
+                num_tokens = min(num_tokens, pool.num_matching(self.keys_of(keys, index)) * size)
         return num_tokens // self.prefix_tokens * self.prefix_tokens
 
-    def match(self, keys: Sequence[bytes]) -> tuple[list[int], ...]:
-        """Return the blocks of that prefix in each table. They are not acquired yet."""
+    def _last_row(self, keys: Sequence[bytes], num_tokens: int) -> int:
+        """Return the length, up to `num_tokens`, of the longest prefix with a snapshot of the states."""
+        if self.rows is None:
+            return num_tokens
+        step = self.prefix_tokens
+        ends = range(num_tokens, 0, -step)
+        return next((end for end in ends if self.rows.holds(keys[end // self.key_tokens - 1])), 0)
+
+    def _last_window(self, keys: Sequence[bytes], num_tokens: int) -> int:
+        """Return an upper bound, `num_tokens` if it is one, of the prefixes after which all windows are cached."""
+        for index, group in enumerate(self.groups):
+            if group.window:
+                own, pool = self.keys_of(keys, index), self.pools[index]
+                needed = range(num_tokens // group.block_size - 1, group.first_block(num_tokens) - 1, -1)
+                missing = next((block for block in needed if not pool.holds(own[block])), None)
+                if missing is not None:
+                    num_tokens = missing * group.block_size
+        return num_tokens
+
+    def match(self, keys: Sequence[bytes]) -> Prefix:
+        """Return the longest prefix of a chain of keys after which a sequence can continue."""
         num_tokens = self.num_matching_tokens(keys)
-        found = [
-            pool.match(self.keys_of(keys, group)[: num_tokens // self.block_sizes[group]])
-            for group, pool in enumerate(self._groups)
-        ]
-        return (*found, *([] for _ in self._state_pools))
+        tables = []
+        for index, (group, pool) in enumerate(zip(self.groups, self._group_pools, strict=True)):
+            first, own = group.first_block(num_tokens), self.keys_of(keys, index)[: num_tokens // group.block_size]
+            tables.append([EMPTY_PLACE] * first + pool.match(own[first:]))
+        if self.rows is not None:
+            key = keys[num_tokens // self.key_tokens - 1 :][:1] if num_tokens else ()
+            tables.append(self.rows.match(key) or [EMPTY_PLACE])
+        return Prefix(num_tokens, tuple(tables), (num_tokens,) * len(self.groups))
+
+    def match_to_receive(self, keys: Sequence[bytes], num_tokens: int) -> Prefix:
+        """Return the blocks that need not be transferred to a sequence of `num_tokens` tokens.
+
+        A state comes with the transfer, so none is needed here. Of a group with a window, only the window at the end
+        counts.
+        """
+        num_held = self.num_attended_tokens(keys) if self.caches_prefixes else 0
+        tables, begins = list[list[int]](), list[int]()
+        for index, (group, pool) in enumerate(zip(self.groups, self._group_pools, strict=True)):
+            first, own = group.first_block(num_tokens), self.keys_of(keys, index)
+            held = own[first:] if group.window else own[: num_held // group.block_size]
+            found = pool.match(held if self.caches_prefixes else ())
+            tables.append([EMPTY_PLACE] * first + found)
+            begins.append((first + len(found)) * group.block_size)
+        if self.rows is not None:
+            tables.append([])
+        return Prefix(num_held, tuple(tables), tuple(begins))
 
     def register(self, table: tuple[int, ...], group: int, first: int, keys: Sequence[bytes]) -> tuple[int, ...]:
         """Register the blocks of a group's table from index `first` on, now full, under the keys of all its blocks.
@@ -91,16 +161,34 @@ class GroupPool:
         step = self.block_sizes[group] // self.key_tokens
         return keys if step == 1 else keys[step - 1 :: step]
 
+    def register_row(self, table: tuple[int, ...], key: bytes) -> tuple[int, ...]:
+        """Register a sequence's current row as the snapshot after the tokens of a key, if there is room for it.
+
+        Args:
+            table: the sequence's states' table.
+
+        Returns:
+            The table to use from now on, with one row more.
+        """
+        assert self.rows is not None
+        row, *spare = table
+        if self.rows.is_exclusive(row):
+            fresh = self.rows.allocate(1)
+            if fresh is None:
+                return table
+            row, spare = self.rows.register(row, key), spare + fresh
+        return (row, *spare)
+
     def keys(self) -> list[bytes]:
-        """Return every key whose prefix is cached whole."""
-        if len(self._groups) == 1:
+        """Return every key after which a sequence can continue."""
+        if len(self.pools) == 1:
             return self.pools[0].keys()
         self._count()
-        return [key for key, number in self._num_holders.items() if number == len(self._groups)]
+        return [key for key, number in self._num_holders.items() if number == len(self.pools)]
 
     def take_events(self) -> list[BlockChange]:
         """Return the changes for the prefix index since the last call, in order."""
-        if len(self._groups) == 1:
+        if len(self.pools) == 1:
             return self.pools[0].take_events()
         self._count()
         events, self._events = self._events, []
@@ -111,10 +199,12 @@ class GroupPool:
     def num_blocks_for(self, num_tokens: int) -> tuple[int, ...]:
         """Return how many blocks a sequence of `num_tokens` tokens needs in each table."""
         counts = [num_blocks_for(num_tokens, size) for size in self.block_sizes]
-        return (*counts, *(1 for _ in self._state_pools))
+        return (*counts, ROWS_PER_SEQUENCE) if self.rows is not None else tuple(counts)
 
     def num_tokens_in(self, tables: Sequence[Sequence[int]]) -> int:
-        """Return how many tokens the blocks of every group hold."""
+        """Return how many tokens the blocks of every group hold; 0 if there is no row for the next state."""
+        if self.rows is not None and len(tables[-1]) < ROWS_PER_SEQUENCE:
+            return 0
         return min(len(table) * size for table, size in zip(tables, self.block_sizes, strict=False))
 
     def has_room(self, num_blocks: Sequence[int]) -> bool:
@@ -132,13 +222,13 @@ class GroupPool:
         """Take the blocks that `match` has found and fresh ones after them, all or nothing.
 
         Args:
-            num_blocks: length of each table.
+            num_blocks: length of each table; of rows, the number of fresh ones: the found one is not written.
 
         Returns:
             None if there are too few; the found blocks then count as used.
         """
         wanted = [
-            (pool, blocks, max(0, number - len(blocks)))
+            (pool, blocks, number if pool is self.rows else max(0, number - len(blocks)))
             for pool, blocks, number in zip(self.pools, found, num_blocks, strict=True)
         ]
         if not all(pool.fits(blocks, num_fresh) for pool, blocks, num_fresh in wanted):
@@ -153,20 +243,23 @@ class GroupPool:
     ) -> tuple[BlockTables, tuple[BlockCopy, ...]] | None:
         """Take the blocks of a second sequence that shares the first `num_tokens` computed tokens of a first one.
 
-        Full blocks are shared. A partly filled last block and the state are copied: see `BlockPool.fork`.
+        Full blocks and the row of the state are shared. A partly filled last block is copied: see `BlockPool.fork`.
 
         Args:
             num_blocks: minimum length of each of its tables; empty: as the shared tokens need.
 
         Returns:
             The tables, and the copies to perform, whose sources are held until `release_sources`. None if there are too
-            few blocks.
+            few blocks, or the first sequence has given back blocks that the second one needs.
         """
-        parts = []
-        for table, size in zip(tables, self.block_sizes, strict=False):
-            num_full, num_used = num_tokens // size, num_blocks_for(num_tokens, size)
+        parts = list[tuple[tuple[int, ...], tuple[int, ...]]]()
+        for layers, table in zip(self.groups, tables, strict=False):
+            num_full, num_used = num_tokens // layers.block_size, num_blocks_for(num_tokens, layers.block_size)
+            if EMPTY_PLACE in table[layers.first_block(num_tokens) : num_used]:
+                return None
             parts.append((table[:num_full], table[num_full:num_used]))
-        parts += [((), table) for table in tables[len(self.block_sizes) :]]
+        if self.rows is not None:
+            parts.append((tables[-1][:1], ()))
         lengths = num_blocks or [0] * len(parts)
         more = [max(0, n - len(shared) - len(copied)) for n, (shared, copied) in zip(lengths, parts, strict=True)]
         wanted = list(zip(self.pools, parts, more, strict=True))
@@ -195,17 +288,48 @@ class GroupPool:
         for copy in copies:
             self.pools[copy.group].release((copy.source,))
 
+    def advance(self, table: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return a states' table after a step, which has written its second row, and the row to release, if any.
+
+        The row that the step has read is written by a later step, unless a snapshot or another sequence has it.
+        """
+        assert self.rows is not None
+        read, written, *spare = table
+        if read != EMPTY_PLACE and self.rows.is_exclusive(read):
+            return (written, *spare, read), ()
+        return (written, *spare), () if read == EMPTY_PLACE else (read,)
+
+    def without_passed(self, tables: BlockTables, num_tokens: int) -> BlockTables:
+        """Release the blocks that have left the windows of a sequence with `num_tokens` computed tokens.
+
+        Returns:
+            The tables to use from now on, with empty places; the same object if nothing is released.
+        """
+        changed = dict[int, tuple[int, ...]]()
+        for index, group in enumerate(self.groups):
+            table, first = tables[index], min(group.first_block(num_tokens), len(tables[index]))
+            if first and table[first - 1] != EMPTY_PLACE:
+                self.pools[index].release(table[:first])
+                changed[index] = (EMPTY_PLACE,) * first + table[first:]
+        return tuple(changed.get(index, table) for index, table in enumerate(tables)) if changed else tables
+
     # -- accounting ----------------------------------------------------------------------------------------------------
 
     @property
     def num_available(self) -> int:
         """Blocks that could be taken now, in the group that has the fewest."""
-        return min(pool.num_available for pool in self._groups)
+        return min(pool.num_available for pool in self._group_pools)
 
     def counts(self) -> BlockCounts:
-        """Return the counts of the layer group that is used most."""
-        counts = [pool.counts() for pool in self._groups]
-        return max(counts, key=lambda group: group.in_use / group.total) if len(counts) > 1 else counts[0]
+        """Return the counts of the pool that is used most, in blocks of the largest group."""
+        counts = [pool.counts() for pool in self.pools]
+        if len(counts) == 1:
+            return counts[0]
+        total = max(group.total for group in counts[: len(self.block_sizes)])
+        most = max(counts, key=lambda pool: pool.in_use / pool.total)
+        in_use, free = (-(-number * total // most.total) for number in (most.in_use, most.free))
+        free = min(free, total - in_use)
+        return BlockCounts(total, free=free, cached=total - in_use - free, in_use=in_use)
 
     def check(self, holders: Iterable[BlockTables], copies: Iterable[BlockCopy]) -> None:
         """Assert that every used block has as many references as holders, including copies that read it."""
@@ -222,9 +346,9 @@ class GroupPool:
             assert counter == pool.references(), "a block has more or fewer references than holders"
 
     def _count(self) -> None:
-        """Collect the events of all groups, and update which prefixes are whole."""
-        whole = len(self._groups)
-        for event in (event for pool in self._groups for event in pool.take_events()):
+        """Collect the events of all pools, and update after which keys a sequence can continue."""
+        whole = len(self.pools)
+        for event in (event for pool in self.pools for event in pool.take_events()):
             if isinstance(event, Stored):
                 self._num_holders[event.key] += 1
                 if self._num_holders[event.key] == whole:

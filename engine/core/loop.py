@@ -17,7 +17,7 @@ from baton.messages import SequenceSpec
 from baton.tasks import seen_through
 from baton.turns import Turns
 from engine.core.engine import Engine
-from engine.core.kv_spec import KVSpec
+from engine.core.kv_spec import BlockTables, KVSpec
 from engine.core.outputs import (
     EngineLoad,
     Generated,
@@ -29,8 +29,8 @@ from engine.core.outputs import (
     Pin,
     Refused,
 )
-from engine.core.runner import Fence, OnLayerDone, StepInput, ignore_layer
-from engine.core.sequence import Purpose, Sequence
+from engine.core.runner import Fence, OnLayerDone, StepInput, StepPart, ignore_layer
+from engine.core.sequence import Purpose, Sequence, Status
 from engine.core.step_threads import FORGETTING, RunningStep, StepThreads
 
 logger = logging.getLogger(__name__)
@@ -269,7 +269,7 @@ class EngineLoop:
         outputs = self.engine.commit(running.step, output, ended_s)
         # At least one report per step, for runners that report no layers and for watchers that came after the layers.
         for part, num_tokens in zip(running.step.parts, output.num_computed_tokens, strict=True):
-            self._report(part.sequence_key, min(num_tokens, part.end), self._num_layers, None)
+            self._report(part.sequence_key, min(num_tokens, part.end), self._num_layers, None, self._held(part))
         self._deliver(outputs)
         self.engine.learn(running.size, ended_s - running.began_s, output.proposing_s)
         if following is not None:
@@ -313,9 +313,21 @@ class EngineLoop:
         sequence = self.engine.sequences.get(sequence_key)
         return sequence_key in self._watchers or (sequence is not None and sequence.purpose is Purpose.PREFILL)
 
-    def _report(self, sequence_key: int, num_tokens: int, num_layers: int, fence: Fence | None) -> None:
+    def _held(self, part: StepPart) -> BlockTables | None:
+        """Return the tables of a sequence whose prompt is computed, if only now it is known where its state is."""
+        sequence = self.engine.sequences.get(part.sequence_key) if self.spec.states else None
+        return sequence.block_ids if sequence is not None and sequence.status is Status.HELD else None
+
+    def _report(
+        self,
+        sequence_key: int,
+        num_tokens: int,
+        num_layers: int,
+        fence: Fence | None,
+        block_ids: BlockTables | None = None,
+    ) -> None:
         for on_progress in self._watchers.get(sequence_key, ()):
-            on_progress(KvProgress(num_tokens, num_layers, fence))
+            on_progress(KvProgress(num_tokens, num_layers, fence, block_ids))
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:

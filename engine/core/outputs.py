@@ -27,7 +27,12 @@ class Reserved:
     num_tokens: int
     """Leading tokens whose KV is wanted: all known ones, or all but the last if the engine computes that one itself."""
     num_cached_tokens: int
-    """Leading tokens that are already in the blocks."""
+    """Leading tokens that are already in the blocks of the layer groups without a window."""
+    begins: tuple[int, ...] = ()
+    """First token whose KV is wanted, by layer group; empty: `num_cached_tokens` for all groups.
+
+    Each is a multiple of its group's block size.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,8 @@ class Pin:
 
     pin_id: int
     block_ids: BlockTables
+    num_tokens: int = 0
+    """Length of the pinned prefix, if it is one of the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,9 +26,9 @@ class Pins:
         """The pinned block tables, each as often as it is pinned."""
         return self._tables.values()
 
-    def take(self, tables: BlockTables) -> Pin:
-        """Take a reference on each block of some tables."""
-        pin = Pin(next(self._ids), tables)
+    def take(self, tables: BlockTables, num_tokens: int = 0) -> Pin:
+        """Take a reference on each block of some tables, which hold a cached prefix of `num_tokens` if not 0."""
+        pin = Pin(next(self._ids), tables, num_tokens)
         if any(tables):
             self._pool.acquire(tables)
             self._tables[pin.pin_id] = tables

@@ -3,6 +3,8 @@
     layers without a window    N blocks
     layers with a window       the windows of all running sequences, one longest prompt while it is computed, and N / 4
     states                     two rows per sequence that may run, and a snapshot per `snapshot_tokens` of the N blocks
+
+N is as large as the memory allows.
 """
 
 from __future__ import annotations

@@ -43,6 +43,8 @@ class SchedulerLimits:
     """Output tokens for which blocks are reserved at admission."""
     max_draft_tokens: int = 0
     """Maximum number of drafts that a step checks per sequence, in addition to its next token."""
+    snapshot_tokens: int = 1024
+    """Tokens between two snapshots of states."""
 
 
 class Scheduler:
@@ -55,7 +57,7 @@ class Scheduler:
     def __init__(self, pool: GroupPool, limits: SchedulerLimits, drafter: Drafter | None = None) -> None:
         self.pool = pool
         self.drafter = drafter
-        self.blocks = SequenceBlocks(pool, limits.output_reservation)
+        self.blocks = SequenceBlocks(pool, limits.output_reservation, limits.snapshot_tokens)
         self.limits = limits
         self.costs: StepCosts = PRIOR
         """Step costs of this worker as measured so far."""
@@ -130,11 +132,13 @@ class Scheduler:
             if sequence.status is not Status.RUNNING or plan.budget <= 0:
                 continue
             num_missing, context = sequence.num_tokens - sequence.num_computed_tokens, sequence.num_computed_tokens
-            if sequence.scores_prompt:
+            if sequence.scores_prompt and not self.pool.needs_whole_prompts:
                 num_missing = min(num_missing, MAX_SCORED)
-            num_tokens = min(plan.budget, num_missing)
+            num_tokens = int(min(plan.budget, num_missing, self.blocks.num_until_snapshot(sequence)))
             within = self.costs.tokens_within(room_s, context, num_tokens) if room_s < math.inf else num_tokens
             num_tokens = min(num_tokens, max(within, least))
+            if self.pool.needs_whole_prompts:
+                num_tokens = num_missing if num_missing <= plan.budget else 0
             if num_tokens < 1 or not self._grow(sequence, context + num_tokens, plan):
                 plan.budget = 0 if num_tokens < 1 else plan.budget
                 continue
@@ -182,7 +186,9 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
         sequence.status = status
-        if status is not Status.HELD:
+        if status is Status.HELD:
+            self.blocks.keep_state(sequence)
+        else:
             self.blocks.give_back(sequence)
 
     def check(self, others: Iterable[Sequence] = (), pinned: Iterable[BlockTables] = ()) -> None:
@@ -201,18 +207,24 @@ class Scheduler:
         if not self._has_seat(sequence):
             return False
         siblings = self.running if sequence.spec.choice_index else ()
-        sibling = next((each for each in siblings if sequence.may_fork(each, has_state=self.pool.has_states)), None)
+        sibling = next(
+            (each for each in siblings if sequence.may_fork(each, has_state=self.pool.rows is not None)), None
+        )
         if sibling is not None and self.fork(sibling, sequence, now, self.blocks.num_expected(sequence)):
             self.waiting.remove(sequence)
             return True
-        found = self.pool.match(self.blocks.reusable_keys(sequence))
-        tables = self.pool.reuse(found, self.blocks.num_expected(sequence))
+        keys = self.blocks.reusable_keys(sequence)
+        awaits = sequence.awaits_kv
+        found = self.pool.match_to_receive(keys, sequence.num_tokens) if awaits else self.pool.match(keys)
+        tables = self.pool.reuse(found.tables, self.blocks.num_expected(sequence))
         if tables is None:
             return False
-        num_found = len(found[0]) * self.pool.block_sizes[0]
-        sequence.num_registered_keys = num_found // self.pool.key_tokens
+        sequence.begins = found.begins
+        sequence.num_registered_keys = min(found.num_tokens, *found.begins) // self.pool.key_tokens
+        if self.pool.rows is not None and not awaits:
+            sequence.snapshot_ends = self.blocks.snapshot_ends(sequence, keys)
         self.waiting.remove(sequence)
-        self._let_run(sequence, tables, num_found, now)
+        self._let_run(sequence, tables, found.num_tokens, now)
         return True
 
     def _let_run(self, sequence: Sequence, tables: BlockTables, num_computed_tokens: int, now: float) -> None:

@@ -88,6 +88,12 @@ class Sequence:
     """Keys of the leading full blocks, as far as they were hashed; one per `GroupPool.key_tokens` tokens."""
     num_registered_keys: int = 0
     """Number of leading block keys under which its blocks are registered in the prefix cache."""
+    begins: tuple[int, ...] = ()
+    """For each layer group, the token from which KV was missing at its last admission."""
+    snapshot_ends: tuple[int, ...] = ()
+    """Numbers of tokens at which a step over its prompt ends, and a snapshot of its state is kept."""
+    passing_key: bytes | None = None
+    """Key of its last snapshot, if that is kept only until the next one."""
     was_admitted: bool = False
     in_flight: int = 0
     """Number of uncommitted steps that include it. Until they are committed its blocks must not be freed."""

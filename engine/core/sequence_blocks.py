@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as SequenceOf
 
 from baton.blocks import block_keys
+from engine.core.block_pool import BlockPool
 from engine.core.group_pool import GroupPool
 from engine.core.kv_spec import BlockTables
 from engine.core.sequence import Purpose, Sequence, Status
@@ -17,11 +19,13 @@ class SequenceBlocks:
     Args:
         pool: pool of the blocks.
         output_reservation: output tokens for which blocks are reserved at admission.
+        snapshot_tokens: tokens between two snapshots of states.
     """
 
-    def __init__(self, pool: GroupPool, output_reservation: int) -> None:
+    def __init__(self, pool: GroupPool, output_reservation: int, snapshot_tokens: int) -> None:
         self.pool = pool
         self._output_reservation = output_reservation
+        self._snapshot_tokens = -(-snapshot_tokens // pool.prefix_tokens) * pool.prefix_tokens
 
     def take(self, sequence: Sequence, tables: BlockTables) -> None:
         """Give a sequence its block tables."""
@@ -47,6 +51,8 @@ class SequenceBlocks:
         sequence.num_block_tokens = 0
         sequence.num_kv_tokens = ()
         sequence.num_registered_keys = 0
+        sequence.snapshot_ends = ()
+        sequence.passing_key = None
 
     def copied(self, sequence: Sequence) -> None:
         """Record that a forked sequence's copies are performed, or no longer needed."""
@@ -62,10 +68,70 @@ class SequenceBlocks:
         begin, end = sequence.num_registered_keys * pool.key_tokens, sequence.num_computed_tokens
         end -= end % pool.key_tokens
         sizes = zip(sequence.block_ids, pool.block_sizes, strict=False)
-        return tuple(table[begin // size : end // size] for table, size in sizes)
+        tables = tuple(table[begin // size : end // size] for table, size in sizes)
+        return tables if pool.rows is None else (*tables, sequence.block_ids[-1][:1])
+
+    def advance(self, sequence: Sequence) -> BlockTables:
+        """Make the row that a step writes the row of a sequence's state. Return what to release, as tables."""
+        *tables, rows = sequence.block_ids
+        rows, left = self.pool.advance(rows)
+        self.take(sequence, (*tables, rows))
+        return (*(() for _ in tables), left)
+
+    def keep_state(self, sequence: Sequence) -> None:
+        """Give back the rows of a sequence that computes no further tokens, except the row of its state."""
+        if self.pool.rows is not None:
+            *tables, rows = sequence.block_ids
+            self.pool.rows.release(rows[1:])
+            sequence.block_ids = (*tables, rows[:1])
+
+    def release_passed(self, sequence: Sequence) -> None:
+        """Give back the blocks that have left the windows of a sequence."""
+        sequence.block_ids = self.pool.without_passed(sequence.block_ids, sequence.num_computed_tokens)
 
     def register_computed(self, sequence: Sequence) -> None:
-        """Register the blocks that have become full, so that other sequences can share them."""
+        """Register the blocks that have become full, and the state after them: other sequences can share them."""
+        self._register_blocks(sequence)
+        if self.pool.rows is not None and self.pool.caches_prefixes:
+            self._register_state(sequence, self.pool.rows)
+
+    def _register_state(self, sequence: Sequence, snapshots: BlockPool) -> None:
+        """Keep the state after whole blocks as a snapshot.
+
+        It is kept while it has a use of its own: on the grid, and at the ends that were chosen at admission. Any other
+        one only until the sequence has a later one, so that a sequence that ends or is preempted loses few tokens.
+        """
+        num_tokens = sequence.num_computed_tokens
+        if not num_tokens or num_tokens % self.pool.prefix_tokens:
+            return
+        key = self._keys(sequence, num_tokens // self.pool.key_tokens)[num_tokens // self.pool.key_tokens - 1]
+        if sequence.passing_key is not None:
+            snapshots.forget(sequence.passing_key)
+        is_kept = num_tokens % self._snapshot_tokens == 0 or num_tokens in sequence.snapshot_ends
+        is_new = not snapshots.holds(key)
+        *tables, rows = sequence.block_ids
+        sequence.block_ids = (*tables, self.pool.register_row(rows, key))
+        sequence.passing_key = key if is_new and not is_kept else None
+
+    def num_until_snapshot(self, sequence: Sequence) -> float:
+        """Return how many tokens of a prompt a step may compute at most, so that it ends at the next snapshot."""
+        if self.pool.rows is None or not self.pool.caches_prefixes:
+            return math.inf
+        begin = sequence.num_computed_tokens
+        on_grid = begin // self._snapshot_tokens * self._snapshot_tokens + self._snapshot_tokens
+        return min([on_grid, *(end for end in sequence.snapshot_ends if end > begin)]) - begin
+
+    def snapshot_ends(self, sequence: Sequence, keys: SequenceOf[bytes]) -> tuple[int, ...]:
+        """Return the numbers of tokens after which a prompt's state is kept: where it leaves a prefix whose blocks are
+        cached, and after its last full block.
+
+        Args:
+            keys: keys of the blocks that it may take from the cache.
+        """
+        unit = self.pool.prefix_tokens
+        return self.pool.num_attended_tokens(keys), (sequence.num_tokens - 1) // unit * unit
+
+    def _register_blocks(self, sequence: Sequence) -> None:
         pool = self.pool
         num_full = sequence.num_computed_tokens // pool.key_tokens
         if num_full <= sequence.num_registered_keys or not pool.caches_prefixes:
@@ -98,7 +164,7 @@ class SequenceBlocks:
         copies = (copy for sequence in holders for copy in sequence.copies)
         self.pool.check([*(sequence.block_ids for sequence in holders), *pinned], copies)
         for sequence in holders:
-            sizes = (*self.pool.block_sizes, math.inf)
+            sizes = self.pool.block_sizes
             for table, size, number in zip(sequence.block_ids, sizes, sequence.num_kv_tokens, strict=False):
                 assert len(table) * size >= number, f"{number} tokens are in {len(table)} blocks"
 

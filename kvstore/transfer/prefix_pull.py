@@ -94,7 +94,7 @@ class PrefixPuller:
                 return 0
             name = f"{prefix.sequence_id}/prefix@{self._worker_id}"
             expected, tables = Expected.PREFIX, reserved.block_ids
-            ticket = self._receiver.expect(name, num_tokens, skip_tokens, tables, expected)
+            ticket = self._receiver.expect(name, num_tokens, skip_tokens, tables, expected, begins=reserved.begins)
             try:
                 async with asyncio.timeout(self._timeout_s):
                     arrival = await self._pull(Pull(ticket, keys, source.permit), source)

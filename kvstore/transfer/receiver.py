@@ -35,7 +35,7 @@ from kvstore.transfer.connection.control_stream import caller_of
 from kvstore.transfer.connection.incoming import Caller, IncomingConnection
 from kvstore.transfer.connection.reservations import Arrival, Expected, Reservations
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
-from kvstore.transfer.protocol.layout import AUTO, block_size_of, mismatch
+from kvstore.transfer.protocol.layout import AUTO, block_size_of, mismatch, window_begins
 from kvstore.transfer.protocol.plan import require_fitting_slots
 from kvstore.transfer.stats import TransferStats
 from kvstore.transfer.transport.select import (
@@ -128,6 +128,8 @@ class KvReceiver:
         skip_tokens: int,
         block_ids: BlockTables,
         expected: Expected = Expected.WHOLE,
+        *,
+        begins: tuple[int, ...] = (),
     ) -> Ticket:
         """Reserve blocks for a transfer, and return the ticket with which a sender fills them.
 
@@ -135,24 +137,28 @@ class KvReceiver:
             name: the purpose of the transfer. The transfer's id is this and random characters, so that no member can
                 offer, abort or fail a transfer without its ticket.
             num_tokens: tokens of KV: the whole sequence, all of it but the last token, or a prefix.
-            skip_tokens: leading tokens that are in the blocks already; a multiple of the layout's block size.
-            block_ids: the sequence's block tables.
+            skip_tokens: leading tokens that are in the blocks of the groups without a window already.
+            block_ids: the sequence's block tables. The states arrive in the first row of the states' table.
             expected: the messages that complete the transfer.
+            begins: by group, the token from which KV is wanted, a multiple of the group's block size; empty:
+                `skip_tokens` for all groups.
 
         Raises:
-            ValueError: there are too few blocks, an empty place would be written, or `skip_tokens` is not
-                block-aligned.
+            ValueError: there are too few blocks, an empty place would be written, or a begin is not block-aligned.
         """
-        for index, table in enumerate(block_ids[: len(self.layout.groups)]):
+        wanted = begins or (skip_tokens,) * len(self.layout.groups)
+        firsts = window_begins(self.layout, num_tokens)
+        for index, (table, begin, first) in enumerate(zip(block_ids, wanted, firsts, strict=False)):
             size = block_size_of(self.layout, index)
             num_blocks = num_blocks_for(num_tokens, size)
+            if begin % size or not 0 <= begin <= num_tokens:
+                raise ValueError(f"KV must begin at a multiple of {size} up to {num_tokens}, got {begin}")
             if len(table) < num_blocks:
                 raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, got {len(table)}")
-            if EMPTY_PLACE in table[skip_tokens // size : num_blocks]:
+            if EMPTY_PLACE in table[max(begin, first) // size : num_blocks]:
                 raise ValueError(f"KV cannot be received into an empty place of {table}")
-        block_size = self.layout.block_size
-        if skip_tokens % block_size or not 0 <= skip_tokens <= num_tokens:
-            raise ValueError(f"skip_tokens must be a multiple of {block_size} up to {num_tokens}, got {skip_tokens}")
+        if self.layout.states and block_ids[-1][:1] in ((), (EMPTY_PLACE,)):
+            raise ValueError(f"states cannot be received without a row for them, got {block_ids[-1]}")
         ticket = Ticket(
             transfer_id=f"{name}#{secrets.token_urlsafe(ID_BYTES)}",
             generation=0,
@@ -164,6 +170,7 @@ class KvReceiver:
             wire_compat=self._worker.wire_compat,
             layout=self.layout,
             force_first_token=expected is Expected.WITH_FIRST_TOKEN,
+            begins=() if set(wanted) <= {skip_tokens} else wanted,
         )
         return self._reservations.add(ticket, block_ids, expected)
 

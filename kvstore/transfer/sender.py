@@ -33,7 +33,7 @@ from kvstore.transfer.connection.pool import ConnectionPool
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.pipeline.send_loop import ChunkQueue
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
-from kvstore.transfer.protocol.layout import destination_ranks, mismatch
+from kvstore.transfer.protocol.layout import begins_of, destination_ranks, mismatch
 from kvstore.transfer.protocol.plan import WireOptions, least_chunk_bytes, plan, require_fitting_slots
 from kvstore.transfer.stats import TransferStats
 from kvstore.transfer.transport.select import chunk_bytes, slot_bytes, usable_transports
@@ -225,10 +225,11 @@ class KvSender:
             raise TransferRefused(difference)
         parts = {}
         try:
+            begins = begins_of(ticket, num_tokens)
             for rank in range(here.tp_size):
                 for peer_rank in destination_ranks(here, there, rank):
                     options = self._options(rank, Peer(*_address(ticket), peer_rank))
-                    planned = plan(here, rank, there, peer_rank, num_tokens, ticket.skip_tokens, options)
+                    planned = plan(here, rank, there, peer_rank, num_tokens, begins, options)
                     parts[rank, peer_rank] = TransferPart(ticket, planned)
         except ValueError as error:
             raise TransferRefused(str(error)) from error
@@ -269,7 +270,8 @@ class OutgoingTransfer:
         into the new blocks.
 
         Args:
-            block_ids: all blocks of the sequence so far; the blocks of `ticket.skip_tokens` are not sent.
+            block_ids: all blocks of the sequence so far, and the row of its states once everything is computed. Blocks
+                that the receiver has, or does not need any more, are not sent.
         """
         if self._queues:
             for queue in self._queues:

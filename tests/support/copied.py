@@ -109,7 +109,7 @@ def _moved(case: CopyCase, device: torch.device, memory: torch.device) -> list[t
     emptied = (EMPTY_PLACE,) * case.num_empty + tables[0][0][case.num_empty :]
     tables[0] = (emptied, *tables[0][1:])
     options = WireOptions(case.chunk_bytes, 64, case.wire)
-    planned = plan(layouts[0], ranks[0], layouts[1], ranks[1], case.num_tokens, case.skip_tokens, options)
+    planned = plan(layouts[0], ranks[0], layouts[1], ranks[1], case.num_tokens, (case.skip_tokens,) * 3, options)
     ours, theirs = (
         BlockCopier(cache, planned, layout, rank, table)
         for cache, layout, rank, table in zip(caches, layouts, ranks, tables, strict=True)

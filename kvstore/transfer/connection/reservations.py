@@ -17,7 +17,7 @@ from baton.tasks import seen_through
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.pipeline.driven import DrivenMachine
 from kvstore.transfer.pipeline.receive_loop import ChunkWriter
-from kvstore.transfer.protocol.layout import WIRE_DTYPES, mismatch, source_ranks
+from kvstore.transfer.protocol.layout import WIRE_DTYPES, begins_of, mismatch, source_ranks
 from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferFailed
 from kvstore.transfer.protocol.plan import TransferPlan, WireOptions, plan
 from kvstore.transfer.protocol.receive_state import Free, ReceiveInstruction, ReceivePhase, ReceiveState
@@ -255,7 +255,7 @@ class Reservations:
         options = WireOptions(offer.chunk_bytes, config.span_tokens, offer.wire_dtype)
         ranks = (hello.layout, hello.rank, self.layout, hello.peer_rank)
         try:
-            planned = plan(*ranks, offer.num_tokens, ticket.skip_tokens, options)
+            planned = plan(*ranks, offer.num_tokens, begins_of(ticket, offer.num_tokens), options)
         except (ValueError, ConfigError) as error:
             raise TransferRefused(str(error)) from error
         if (planned.digest(config.checksum), len(planned.chunks)) != (offer.plan_digest, offer.num_chunks):

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from baton.errors import TransferError
 from engine.core.kv_spec import EMPTY_PLACE
 from engine.model.kv_cache import movable, movable_dtype, torch_dtype
 from kvstore.transfer.copy import int8
@@ -82,7 +83,8 @@ def choose_copies(caches: Sequence[RankCache]) -> None:
     """Choose the copy implementation for these caches before a connection waits for it; takes seconds on a GPU."""
     for cache in caches:
         pages = zip(cache.spec.groups, cache.groups, strict=True)
-        choose_kernels(cache.device, math.gcd(*(least_run(ours) * tensor.itemsize for ours, tensor in pages)) // 8)
+        least_bytes = math.gcd(*(least_run(ours) * tensor.itemsize for ours, tensor in pages if ours.layers))
+        choose_kernels(cache.device, max(1, least_bytes // 8))
 
 
 class BlockCopier:
@@ -91,7 +93,8 @@ class BlockCopier:
     Args:
         layout: the layout of `cache`'s side: the plan's source or its destination.
         rank: the rank of that side.
-        block_ids: the sequence's block tables on this side; the first block of a table holds token 0.
+        block_ids: the sequence's block tables on this side; the first block of a table holds token 0. The first entry
+            of the states' table is the row to be copied.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class BlockCopier:
         self._tables: list[NDArray[np.int64]] = []
         self.extend(block_ids)
         self._gpu = gpu_of(cache.device)
-        self._first_units = [plan.skip_tokens // wire.unit_tokens for wire in plan.groups]
+        self._first_units = [begin // wire.unit_tokens for begin, wire in zip(plan.begins, plan.groups, strict=True)]
         self._indices: dict[tuple[int, int, int], torch.Tensor] = {}
         """Run indices by part and units, on a CPU: the chunks of a span share one."""
         self._runs: list[Runs] = []
@@ -117,7 +120,7 @@ class BlockCopier:
         self._bytes = {
             part: group.view(len(group), -1, runs.numel).view(torch.uint8).numpy()
             for part, (group, runs, wire) in enumerate(zip(cache.groups, self._runs, plan.groups, strict=True))
-            if self._gpu is None and group.dtype == torch_dtype(wire.dtype)
+            if self._gpu is None and len(group) and group.dtype == torch_dtype(wire.dtype)
         }
         """Groups that travel without conversion, as bytes, `uint8[layers, runs, bytes]`; shares memory."""
         self._gpu_indices = [
@@ -137,10 +140,13 @@ class BlockCopier:
         for table, num_blocks in zip(block_ids, self._cache.table_sizes, strict=True):
             if not all(block == EMPTY_PLACE or 0 <= block < num_blocks for block in table):
                 raise ValueError(f"a cache of {num_blocks} blocks does not have all of {list(table)}")
-        # The contents of an empty place are never read at the other side, but they must not be garbage that spoils a
-        # sum.
-        tables = ([table[-1] if block == EMPTY_PLACE else block for block in table] for table in block_ids)
-        self._tables = [np.array(list(table), dtype=np.int64) for table in tables]
+        # An engine may drop blocks by a window that its groups do not name. Their places are never read at the other
+        # side, but what is sent for them must not be garbage that spoils a sum.
+        tables = [np.array(table, dtype=np.int64) for table in block_ids]
+        for blocks, group in zip(tables, self._cache.spec.groups, strict=False):
+            if not group.window:
+                blocks[blocks == EMPTY_PLACE] = blocks[-1:]
+        self._tables = tables
 
     def gather(
         self,
@@ -342,9 +348,16 @@ class BlockCopier:
         return layers.view(len(layers), -1, self._runs[chunk.part].numel)
 
     def _state(self, chunk: Chunk) -> torch.Tensor:
-        """Return the bytes of the sequence's state; shares memory."""
+        """Return the bytes of the sequence's state; shares memory.
+
+        Raises:
+            TransferError: the sequence has none.
+        """
         name = self._cache.spec.states[chunk.part - len(self._runs)].name
-        return self._cache.states[name][int(self._tables[-1][0])].view(-1).view(torch.uint8)
+        row = next(iter(self._tables[-1]), EMPTY_PLACE)
+        if row == EMPTY_PLACE:
+            raise TransferError("the sequence has no row with its states")
+        return self._cache.states[name][int(row)].view(-1).view(torch.uint8)
 
     @contextlib.contextmanager
     def _awaited(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ def quantized(plan: TransferPlan, chunk: Chunk, values: torch.Tensor) -> torch.T
     """
     wire = plan.groups[chunk.part]
     num_units, num_heads = chunk.unit_hi - chunk.unit_lo, wire.head_hi - wire.head_lo
-    num_valid = plan.num_tokens - plan.skip_tokens - (chunk.unit_hi - 1) * wire.unit_tokens
+    num_valid = plan.num_tokens - plan.begins[chunk.part] - (chunk.unit_hi - 1) * wire.unit_tokens
     out = torch.empty(num_units, wire.unit_bytes, dtype=torch.uint8, device=values.device)
     scales, pages_out = _parts(plan, chunk, out)
     widths = _page_widths(plan, chunk)

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from baton.blocks import HASH_BLOCK
+from baton.errors import TransferError
+from engine.core.kv_spec import EMPTY_PLACE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,9 +46,15 @@ class Runs:
         Args:
             table: the sequence's blocks.
             unit_lo, unit_hi: units, counted from the sequence's start.
+
+        Raises:
+            TransferError: a block has left the window.
         """
-        blocks, units_of_block = np.divmod(np.arange(unit_lo, unit_hi), len(self.of_unit))
-        return (table[blocks][:, None] * self.per_row + self.of_unit[units_of_block]).ravel()
+        places, units_of_block = np.divmod(np.arange(unit_lo, unit_hi), len(self.of_unit))
+        blocks = table[places]
+        if (blocks == EMPTY_PLACE).any():
+            raise TransferError("a block has left the window before it was sent")
+        return (blocks[:, None] * self.per_row + self.of_unit[units_of_block]).ravel()
 
 
 def runs_of(group: LayerGroup, unit_tokens: int, head_lo: int, head_hi: int) -> Runs:
@@ -61,7 +69,7 @@ def runs_of(group: LayerGroup, unit_tokens: int, head_lo: int, head_hi: int) -> 
                 page += block_size * dim
         pieces.append(_joined(at))
     row_numel = group.row_numel
-    numel = math.gcd(row_numel, *(number for at in pieces for piece in at for number in piece))
+    numel = math.gcd(row_numel, *(number for at in pieces for piece in at for number in piece)) or 1
     of_unit = [[run for start, size in at for run in range(start // numel, (start + size) // numel)] for at in pieces]
     return Runs(numel, row_numel // numel, np.array(of_unit, dtype=np.int64))
 

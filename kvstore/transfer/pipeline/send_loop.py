@@ -73,7 +73,7 @@ class ChunkQueue:
         self._ready: deque[tuple[int, Fence | None]] = deque()
         """Chunks that may be gathered, each with the fence that made it ready."""
         self._unsent_bytes = 0
-        self._num_layers = 1 + max(max(group.layers) for group in plan.src.groups)
+        self._num_layers = 1 + max((layer for group in plan.src.groups for layer in group.layers), default=-1)
         self._tokens_in_all_layers = 0
         self._step = (0, 0)
         """Number of tokens at the end of the current step, and number of layers that it has completed."""
@@ -106,7 +106,7 @@ class ChunkQueue:
         self._wake()
 
     def extend(self, block_ids: BlockTables) -> None:
-        """Set the sequence's block tables, which have grown."""
+        """Set the sequence's block tables, which have grown, or have a row with the final states."""
         self._copier.extend(block_ids)
 
     def take_ready(self) -> ReadyChunk | None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore.transfer.protocol.plan import Chunk
 
 HEADER_BYTES = 64
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 LOOKAHEAD = 2
 """Number of messages that are posted ahead on every transport; part of the protocol."""
 MAGIC = b"BTKV"

@@ -9,6 +9,9 @@ The heads of a group are divided evenly over the ranks. With more ranks than hea
 A source rank sends a destination rank the heads that both hold. If the source is replicated, one of a head's ranks
 sends it, and destinations alternate between these ranks (the rule of vLLM's `tp_mapping`; MLA, one head for all ranks,
 is the same case).
+
+Every rank has the whole states. A destination rank receives them from the first rank that sends it heads; if no rank
+does, from the rank of its number, modulo the number of source ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from engine.core.kv_spec import DTYPE_BYTES, KVSpec, LayerGroup, PageOrder, Stat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from baton.messages import Ticket
 
 AUTO = "auto"
 """Wire data type that is chosen from the two pools' types."""
@@ -63,6 +68,7 @@ def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) 
                 block_size=g.block_size if is_mixed else 0,
                 page_order="" if g.page_order is PageOrder.K_THEN_V else g.page_order.value,
                 tag=g.tag,
+                window=g.window,
             )
             for g, total in zip(spec.groups, totals, strict=True)
         ),
@@ -73,6 +79,33 @@ def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) 
 def block_size_of(layout: KvLayout, group: int) -> int:
     """Return the number of tokens in a block of a group."""
     return layout.groups[group].block_size or layout.block_size
+
+
+def window_begins(layout: KvLayout, num_tokens: int) -> tuple[int, ...]:
+    """Return, by group, the start of the first block that is in the group's window after `num_tokens` tokens."""
+    return tuple(group.first_block(num_tokens) * group.block_size for group in rank_spec(layout, 0).groups)
+
+
+def begins_of(ticket: Ticket, num_tokens: int) -> tuple[int, ...]:
+    """Return, by group, the token from which KV is wanted if a sender has `num_tokens` of an untrusted ticket's tokens.
+
+    The receiver has reserved no blocks before its windows. So a group whose window starts in an earlier block after
+    `num_tokens` tokens than after the ticket's tokens cannot be received.
+
+    Raises:
+        ValueError: the receiver cannot take so few tokens, or the ticket contradicts itself.
+    """
+    layout = ticket.layout
+    begins = ticket.begins or (ticket.skip_tokens,) * len(layout.groups)
+    if len(begins) != len(layout.groups):
+        raise ValueError(f"a ticket for {len(layout.groups)} layer groups has {len(begins)} begins")
+    if not all(0 <= begin <= ticket.num_tokens for begin in begins):
+        raise ValueError(f"KV must begin within the ticket's {ticket.num_tokens} tokens, got {list(begins)}")
+    if window_begins(layout, num_tokens) != window_begins(layout, ticket.num_tokens):
+        raise ValueError(
+            f"{num_tokens} of {ticket.num_tokens} tokens need blocks before the windows, which are not reserved"
+        )
+    return begins
 
 
 def rank_spec(layout: KvLayout, rank: int) -> KVSpec:
@@ -89,6 +122,7 @@ def rank_spec(layout: KvLayout, rank: int) -> KVSpec:
                 dtype=g.dtype,
                 page_order=PageOrder(g.page_order or PageOrder.K_THEN_V),
                 tag=g.tag,
+                window=g.window,
             )
             for index, g in enumerate(layout.groups)
         ),
@@ -104,6 +138,8 @@ def heads_of(num_heads: int, tp_size: int, rank: int) -> range:
 
 def shared_heads(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int, group: int) -> range:
     """Return the heads of a group that `src_rank` sends to `dst_rank`; empty if another rank or no rank sends them."""
+    if not src.groups[group].layers:
+        return range(0)
     num_heads = src.groups[group].num_kv_heads
     ours, theirs = heads_of(num_heads, src.tp_size, src_rank), heads_of(num_heads, dst.tp_size, dst_rank)
     replicas = max(1, src.tp_size // num_heads)
@@ -111,6 +147,12 @@ def shared_heads(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int, gro
         return range(0)
     first = max(ours.start, theirs.start)
     return range(first, max(first, min(ours.stop, theirs.stop)))
+
+
+def state_source(src: KvLayout, dst: KvLayout, dst_rank: int) -> int:
+    """Return the rank from which `dst_rank` receives the states."""
+    senders = (rank for rank in range(src.tp_size) if _share_heads(src, rank, dst, dst_rank))
+    return next(senders, dst_rank % src.tp_size)
 
 
 def source_ranks(src: KvLayout, dst: KvLayout, dst_rank: int) -> tuple[int, ...]:
@@ -165,12 +207,15 @@ def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
             return f"in group {ours.name!r}, {error}"
         for what, one, other in (
             ("layers", ours.layers, theirs.layers),
+            ("window", ours.window, theirs.window),
             ("KV heads", ours.num_kv_heads, theirs.num_kv_heads),
             ("K and V dimensions", (ours.k_dim, ours.v_dim), (theirs.k_dim, theirs.v_dim)),
             ("page order", _page_order(ours), _page_order(theirs)),
         ):
-            if one != other:
+            if one != other and (ours.layers or theirs.layers):
                 return f"group {ours.name!r} has {what} {one} at the source and {other} at the destination"
+        if not ours.layers:
+            continue
         sizes = block_size_of(src, index), block_size_of(dst, index)
         if ours.page_order == PageOrder.OPAQUE:
             here, there = _opaque_block(src, index), _opaque_block(dst, index)
@@ -181,19 +226,25 @@ def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
                 f"in group {ours.name!r}, of the block sizes {sizes[0]} (source) and {sizes[1]} (destination) "
                 "neither divides the other"
             )
+        if ours.window and sizes[0] < sizes[1]:
+            return (
+                f"in group {ours.name!r}, which has a window, the destination's blocks of {sizes[1]} tokens are larger "
+                f"than those of {sizes[0]} of the source, which may have dropped the start of the first one"
+            )
         for tp_size in (src.tp_size, dst.tp_size):
             if max(ours.num_kv_heads, tp_size) % min(ours.num_kv_heads, tp_size):
                 return f"the {ours.num_kv_heads} KV heads of group {ours.name!r} cannot be spread over {tp_size} ranks"
     if src.states != dst.states:
         return f"the states are {_describe(src)} at the source and {_describe(dst)} at the destination"
-    if src.states and src.tp_size != dst.tp_size:
-        return f"states cannot be transferred from tensor-parallel degree {src.tp_size} to {dst.tp_size}"
     return ""
 
 
 def _is_pair(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int) -> bool:
-    if src.states and src_rank == dst_rank:
-        return True
+    is_state_source = bool(src.states) and state_source(src, dst, dst_rank) == src_rank
+    return is_state_source or _share_heads(src, src_rank, dst, dst_rank)
+
+
+def _share_heads(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int) -> bool:
     return any(shared_heads(src, src_rank, dst, dst_rank, group) for group in range(len(src.groups)))
 
 

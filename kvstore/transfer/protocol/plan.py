@@ -3,11 +3,14 @@
 A plan describes one source rank and one destination rank. A wire unit of a layer group is one block of the smaller of
 the two sides' block sizes, of the heads that the two ranks share, in one layer:
 
-    sequence      | held by the destination | unit 0 | unit 1 | ...       unit u starts at token
-                  0                    skip_tokens                        skip_tokens + u * unit_tokens
+    sequence      | held by the destination, or before its window | unit 0 | unit 1 | ...      unit u starts at token
+                  0                                             begin                          begin + u * unit_tokens
     unit          | head 0: K page, V page | head 1: K page, V page | ...                 in the wire data type
     unit in int8  | float32 scale per page: head 0 K, V; head 1 K, V; ... | the pages as above |
     by token      one page per head, of K and V of each token         opaque: a whole block, bits unchanged
+
+Each group has its own begin: the first token of a block that the destination lacks and that is still in the window
+after the transferred tokens.
 
 Chunks are ordered so that KV that is computed first is sent first. The sequence is cut into consecutive spans at
 multiples of `span_tokens`. Within a span, the layers follow the order of the model. The states come last, since they
@@ -19,7 +22,7 @@ are final only with the last token:
             layer 2 |  1  |  |  5  |             but at most half of the rest of its span: when the last layer
             layer 3 |  2  |  |  6  |             is computed, only that one remains to be sent
     part 1  layer 4 | 3 | 4| | 7 | 8             it does not fit: a chunk is a run of units of one layer
-    state           |       9      |             bytes; between equal ranks only
+    state           |       9      |             bytes; to a rank from `layout.state_source`
 
     payload of a chunk: layer by layer, unit by unit, without gaps
 """
@@ -33,7 +36,16 @@ from typing import TYPE_CHECKING, Final
 
 from baton.errors import ConfigError
 from engine.core.kv_spec import DTYPE_BYTES
-from kvstore.transfer.protocol.layout import AUTO, block_size_of, heads_of, mismatch, shared_heads, wire_dtype_of
+from kvstore.transfer.protocol.layout import (
+    AUTO,
+    block_size_of,
+    heads_of,
+    mismatch,
+    shared_heads,
+    state_source,
+    window_begins,
+    wire_dtype_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -93,7 +105,8 @@ class TransferPlan:
     dst: KvLayout
     dst_rank: int
     num_tokens: int
-    skip_tokens: int
+    begins: tuple[int, ...]
+    """First token whose KV is transferred, by layer group. A group that begins at the end or after it has no chunks."""
     options: WireOptions
     groups: tuple[WireGroup, ...]
     chunks: tuple[Chunk, ...]
@@ -101,7 +114,7 @@ class TransferPlan:
 
     def num_units(self, part: int) -> int:
         """Return the number of units that are transferred for one layer of a group."""
-        return -(-(self.num_tokens - self.skip_tokens) // self.groups[part].unit_tokens)
+        return max(0, -(-(self.num_tokens - self.begins[part]) // self.groups[part].unit_tokens))
 
     @property
     def num_bytes(self) -> int:
@@ -123,7 +136,7 @@ class TransferPlan:
         if chunk.part >= len(self.groups):
             return self.num_tokens, EVERY_LAYER
         unit_tokens = self.groups[chunk.part].unit_tokens
-        tokens = min(self.skip_tokens + chunk.unit_hi * unit_tokens, self.num_tokens)
+        tokens = min(self.begins[chunk.part] + chunk.unit_hi * unit_tokens, self.num_tokens)
         return tokens, max(self.src.groups[chunk.part].layers[chunk.layer_lo : chunk.layer_hi]) + 1
 
 
@@ -133,56 +146,41 @@ def plan(
     dst: KvLayout,
     dst_rank: int,
     num_tokens: int,
-    skip_tokens: int,
+    begins: Sequence[int],
     options: WireOptions,
 ) -> TransferPlan:
-    """Plan the transfer of a sequence's first `num_tokens` tokens, less `skip_tokens`, from one rank to another.
+    """Plan the transfer of a sequence's first `num_tokens` tokens from one rank to another.
 
     The two layouts must be compatible: `layout.mismatch` returns "".
 
+    Args:
+        begins: by group, the number of leading tokens that the destination has in it. Blocks before its window are not
+            transferred either.
+
     Raises:
         ConfigError: one unit of one layer is larger than a chunk may be.
-        ValueError: `skip_tokens` is not a multiple of the destination's block size, or exceeds `num_tokens`.
+        ValueError: a begin is not a multiple of the destination's block size.
     """
     assert not mismatch(src, dst, options.wire_dtype)
-    if skip_tokens % dst.block_size or not 0 <= skip_tokens <= num_tokens:
-        raise ValueError(
-            f"skip_tokens must be a multiple of the block size {dst.block_size} up to num_tokens {num_tokens}, "
-            f"got {skip_tokens}"
-        )
-    groups = []
-    for index in range(len(src.groups)):
-        heads = shared_heads(src, src_rank, dst, dst_rank, index)
-        groups.append(_wire_group(src, dst, index, heads, options))
-    chunks: list[Chunk] = []
-    for lo, hi in _spans(num_tokens, skip_tokens, options.span_tokens, groups):
-        span = [
-            chunk
-            for part, (layout, group) in enumerate(zip(src.groups, groups, strict=True))
-            if group.head_lo < group.head_hi
-            for chunk in _span_chunks(
-                part,
-                len(layout.layers),
-                ((lo - skip_tokens) // group.unit_tokens, -(-(hi - skip_tokens) // group.unit_tokens)),
-                group.unit_bytes,
-                options.chunk_bytes,
+    for index, begin in enumerate(begins):
+        if begin < 0 or begin % block_size_of(dst, index):
+            raise ValueError(
+                f"KV of group {dst.groups[index].name!r} must begin at a multiple of the block size "
+                f"{block_size_of(dst, index)}, got {begin}"
             )
-        ]
-        chunks += sorted(span, key=lambda chunk: src.groups[chunk.part].layers[chunk.layer_hi - 1])
-    if src_rank == dst_rank:
-        for part, state in enumerate(src.states, start=len(groups)):
-            total = math.prod(state.shape) * DTYPE_BYTES[state.dtype]
-            chunks += (
-                Chunk(part=part, layer_lo=0, layer_hi=1, unit_lo=lo, unit_hi=hi, num_bytes=hi - lo)
-                for lo, hi in _cut(0, total, options.chunk_bytes)
-            )
+    begins = tuple(max(begin, first) for begin, first in zip(begins, window_begins(dst, num_tokens), strict=True))
+    heads = [shared_heads(src, src_rank, dst, dst_rank, index) for index in range(len(src.groups))]
+    groups = [_wire_group(src, dst, index, shared, options) for index, shared in enumerate(heads)]
+    chunks = [*_group_chunks(src, groups, begins, num_tokens, options)]
+    if src.states and state_source(src, dst, dst_rank) == src_rank:
+        chunks += _state_chunks(src, options.chunk_bytes)
     return TransferPlan(
         src=src,
         src_rank=src_rank,
         dst=dst,
         dst_rank=dst_rank,
         num_tokens=num_tokens,
-        skip_tokens=skip_tokens,
+        begins=begins,
         options=options,
         groups=tuple(groups),
         chunks=tuple(chunks),
@@ -212,7 +210,7 @@ def require_fitting_slots(layout: KvLayout, slot_bytes: int, wanted: str = AUTO)
 
 def least_chunk_bytes(layout: KvLayout, wanted: str) -> int:
     """Return the smallest `chunk_bytes` that suffices for a rank's cache, whatever the peer's layout."""
-    return max(_largest_unit(layout, index, wanted) for index in range(len(layout.groups)))
+    return max(1, *(_largest_unit(layout, index, wanted) for index in range(len(layout.groups))))
 
 
 def _largest_unit(layout: KvLayout, index: int, wanted: str) -> int:
@@ -242,14 +240,46 @@ def _unit_bytes(group: GroupLayout, num_heads: int, unit_tokens: int, dtype: str
     return num_heads * (scales + unit_tokens * (group.k_dim + group.v_dim) * DTYPE_BYTES[dtype])
 
 
-def _spans(
-    num_tokens: int, skip_tokens: int, span_tokens: int, groups: Sequence[WireGroup]
-) -> Iterator[tuple[int, int]]:
-    """Cut the sequence's tokens after `skip_tokens` into spans, at multiples of whole units of every group."""
-    whole_units = math.lcm(*(group.unit_tokens for group in groups))
+def _group_chunks(
+    src: KvLayout, groups: Sequence[WireGroup], begins: Sequence[int], num_tokens: int, options: WireOptions
+) -> Iterator[Chunk]:
+    """Yield the chunks of the layer groups: span by span, and within a span in the order of the layers."""
+    sent = [part for part, group in enumerate(groups) if group.head_lo < group.head_hi]
+    unit_tokens = [group.unit_tokens for group, layout in zip(groups, src.groups, strict=True) if layout.layers]
+    begin = min((begins[part] for part in sent), default=num_tokens)
+    for lo, hi in _spans(begin, num_tokens, options.span_tokens, unit_tokens):
+        span = [
+            chunk
+            for part in sent
+            if hi > begins[part]
+            for chunk in _span_chunks(
+                part,
+                len(src.groups[part].layers),
+                _units(groups[part], max(lo - begins[part], 0), hi - begins[part]),
+                groups[part].unit_bytes,
+                options.chunk_bytes,
+            )
+        ]
+        yield from sorted(span, key=lambda chunk: src.groups[chunk.part].layers[chunk.layer_hi - 1])
+
+
+def _state_chunks(src: KvLayout, chunk_bytes: int) -> Iterator[Chunk]:
+    for part, state in enumerate(src.states, start=len(src.groups)):
+        total = math.prod(state.shape) * DTYPE_BYTES[state.dtype]
+        for lo, hi in _cut(0, total, chunk_bytes):
+            yield Chunk(part=part, layer_lo=0, layer_hi=1, unit_lo=lo, unit_hi=hi, num_bytes=hi - lo)
+
+
+def _spans(begin: int, end: int, span_tokens: int, unit_tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut the sequence's tokens from the span of `begin` on, at multiples of whole units of every group."""
+    whole_units = math.lcm(*unit_tokens)
     step = max(1, span_tokens // whole_units) * whole_units
-    cuts = _cut(skip_tokens // step * step, num_tokens, step)
-    return ((max(lo, skip_tokens), hi) for lo, hi in cuts if hi > skip_tokens)
+    return _cut(begin // step * step, end, step)
+
+
+def _units(group: WireGroup, lo: int, hi: int) -> tuple[int, int]:
+    """Return the units `unit_lo:unit_hi` that hold the tokens `lo:hi`, both counted from the group's begin."""
+    return lo // group.unit_tokens, -(-hi // group.unit_tokens)
 
 
 def _span_chunks(

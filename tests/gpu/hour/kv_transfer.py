@@ -95,7 +95,9 @@ class Setting:
     def __init__(self, spec: KVSpec, slot_bytes: int, num_tokens: int) -> None:
         self.layout = layout_of(spec)
         options = WireOptions(slot_bytes, 512, "auto")
-        self.plan: TransferPlan = plan(self.layout, 0, self.layout, 0, num_tokens, 0, options)
+        self.plan: TransferPlan = plan(
+            self.layout, 0, self.layout, 0, num_tokens, (0,) * len(self.layout.groups), options
+        )
 
     def ticket(self, number: int) -> Ticket:
         return Ticket(

@@ -243,10 +243,10 @@ FRAMES = {
     "lease of the controller": Frame(CONTROLLER, codec.encode, lambda text: codec.decode_controller(text.encode())),
     "transfer hash": _agreed(chunk_header.transfer_hash("r-1/0/2").hex()),
     "plan digest": _agreed(
-        plan(LAYOUT, 1, LAYOUT, 1, 700, 64, WireOptions(2**16, 512, "auto")).digest("xxh3").hex()
+        plan(LAYOUT, 1, LAYOUT, 1, 700, (64, 64), WireOptions(2**16, 512, "auto")).digest("xxh3").hex()
     ),
     "plan digest of unequal layouts": _agreed(
-        plan(OTHER_LAYOUT, 0, OTHER_LAYOUT, 0, 99, 16, WireOptions(2**14, 32, "int8")).digest("off").hex()
+        plan(OTHER_LAYOUT, 0, OTHER_LAYOUT, 0, 99, (16,), WireOptions(2**14, 32, "int8")).digest("off").hex()
     ),
     "block keys": _agreed(
         b"".join(block_keys(cache_seed(content_id("revision", "adapter"), b"secret", "acme"), range(70), 32)).hex()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from baton.config import Config, EngineConfig, ModelConfig, TransferConfig
 from baton.errors import DeviceLost, WorkerDraining
 from baton.rpc import RpcServer
 from baton.tasks import cancel_and_wait
+from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from engine.core.sequence import Purpose
 from engine.testing import ArithmeticRunner
 from kvstore.index.memory import MemoryStore
@@ -24,7 +26,7 @@ from kvstore.transfer.connection.control_stream import Peer
 from kvstore.transfer.device import DeviceLosses
 from tests.support.builders import READY, worker_info
 from tests.unit.kvstore.transfer.peers import make_spec
-from worker.member import Member
+from worker.member import Member, wire_compat
 
 pytestmark = pytest.mark.asyncio
 
@@ -41,6 +43,30 @@ async def test_the_handlers_take_no_new_work_while_the_worker_drains() -> None:
         member.context.require_staying()
     finally:
         await member.kv.close()
+
+
+async def test_the_kind_of_kv_is_the_models_and_not_a_ranks() -> None:
+    group = LayerGroup(name="all", layers=(0, 1), block_size=16, num_kv_heads=4, k_dim=8, v_dim=8, dtype="float32")
+    spec = KVSpec((group,), (StateSpec("conv", (2, 33), "float32"),))
+
+    def kind(spec: KVSpec, **changes: Any) -> str:
+        return wire_compat("model", replace(spec, groups=(replace(group, **changes),)))
+
+    assert kind(spec) == kind(spec, num_kv_heads=2), "at a tensor-parallel degree of 2"
+    assert kind(spec) == kind(spec, block_size=32, dtype="bfloat16")
+    others = [
+        wire_compat("other", spec),
+        kind(spec, window=64),
+        kind(spec, window=65),
+        kind(spec, layers=(0,)),
+        kind(spec, layers=()),
+        kind(spec, k_dim=16),
+        kind(spec, name="window"),
+        kind(replace(spec, states=())),
+        kind(replace(spec, states=(StateSpec("conv", (2, 34), "float32"),))),
+        kind(replace(spec, states=(StateSpec("conv", (2, 33), "bfloat16"),))),
+    ]
+    assert len({kind(spec), *others}) == 1 + len(others)
 
 
 async def test_workers_share_no_kv_unless_they_compute_the_same() -> None:

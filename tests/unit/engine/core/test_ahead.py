@@ -284,7 +284,13 @@ class AheadWithStateMachine(AheadMachine):
     with_state = True
 
 
+class AheadWithBothMachine(AheadMachine):
+    with_state, window = True, 20
+
+
 TestAnythingAhead = AheadMachine.TestCase
 TestAnythingAhead.settings = settings(max_examples=60, stateful_step_count=40)
 TestAnythingAheadWithState = AheadWithStateMachine.TestCase
 TestAnythingAheadWithState.settings = settings(max_examples=30, stateful_step_count=40)
+TestAnythingAheadWithBoth = AheadWithBothMachine.TestCase
+TestAnythingAheadWithBoth.settings = settings(max_examples=30, stateful_step_count=40)

@@ -22,6 +22,7 @@ from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
 from engine.core.block_pool import Removed, Stored
 from engine.core.engine import Engine
+from engine.core.kv_spec import EMPTY_PLACE
 from engine.core.outputs import Admitted, Generated, Output, Pin, Preempted, Reserved
 from engine.core.runner import StepInput, StepOutput
 from engine.core.scheduler import SchedulerLimits
@@ -54,15 +55,20 @@ def make_engine(
     max_num_batched_tokens: int = 64,
     output_reservation: int = 32,
     max_model_len: int = 8192,
-    with_state: bool = False,
+    snapshot_tokens: int = 1024,
+    **shape: Any,
 ) -> Engine:
-    runner = ArithmeticRunner(
-        num_blocks, block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs, with_state=with_state
-    )
+    """An engine of the arithmetic model.
+
+    Args:
+        shape: further arguments of `ArithmeticRunner`.
+    """
+    runner = ArithmeticRunner(num_blocks, block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs, **shape)
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         output_reservation=output_reservation,
+        snapshot_tokens=snapshot_tokens,
     )
     return Engine(runner, limits)
 
@@ -385,17 +391,6 @@ def test_block_events_replayed_give_what_is_cached() -> None:
                     num_removed += 1
         assert known == set(engine.pool.keys())
     assert num_removed
-
-
-def test_a_model_with_state_reuses_no_prefix() -> None:
-    engine = make_engine(with_state=True)
-    prompt = numbers(7, 40)
-    for turn in range(2):
-        sequence = engine.add(make_spec(prompt, 5, name=f"r{turn}"), Purpose.GENERATE, 0.0)
-        assert generated(drain(engine), sequence) == expected_tokens(prompt, 5, with_state=True)
-        assert sequence.num_cached_tokens == 0
-    assert engine.pool.keys() == []
-    assert engine.take_block_events() == []
 
 
 # -- the pool is too small ---------------------------------------------------------------------------------------------
@@ -859,15 +854,21 @@ def test_the_longest_cached_prefix_of_a_key_chain_is_pinned(block_size: int) -> 
     assert is_empty(engine)
 
 
-def test_a_model_with_state_has_no_prefix_to_pin_or_adopt() -> None:
-    engine = make_engine(with_state=True)
-    engine.add(make_spec(numbers(1, 40), 1), Purpose.GENERATE, 0.0)
-    drain(engine)
-    receiver = engine.add(make_spec(numbers(1, 40), 0), Purpose.RECEIVE, 0.0)
-    drain(engine)
-    engine.adopt(receiver, 40)
-    assert engine.pin_prefix(block_keys(b"tenant", numbers(1, 40))).block_ids == ((), ())
+def test_a_prefix_of_a_model_with_state_is_pinned_and_adopted_with_a_row() -> None:
+    engine, prompt = make_engine(with_state=True), numbers(1, 40)
+    receiver = engine.add(make_spec(prompt, 0), Purpose.RECEIVE, 0.0)
+    (reserved,) = drain(engine)
+    assert isinstance(reserved, Reserved)
+    write_prompt_kv(engine.runner.caches[0], receiver, (0,), 32)
+    engine.adopt(receiver, 32)
+    pin = engine.pin_prefix(block_keys(b"tenant", prompt))
+    assert pin.num_tokens == 32
+    assert pin.block_ids == (reserved.block_ids[0][:2], reserved.block_ids[1][:1])
     engine.end(receiver)
+    engine.unpin(pin)
+    sequence = engine.add(make_spec(prompt, 5, name="later"), Purpose.GENERATE, 0.0)
+    assert generated(drain(engine), sequence) == expected_tokens(prompt, 5, with_state=True)
+    assert sequence.num_cached_tokens == 32
     assert is_empty(engine)
 
 
@@ -1124,22 +1125,28 @@ def test_check_sees_a_leak() -> None:
 # -- anything, in any order --------------------------------------------------------------------------------------------
 
 
-def write_prompt_kv(cache: KVCache, sequence: Sequence, skip_tokens: int) -> None:
-    """The KV of a prompt, worked out by hand, as a transfer would leave it."""
-    for position, token in enumerate(sequence.token_ids):
-        if position >= skip_tokens:
-            pages = cache.groups[0].view(2, -1, 2, cache.spec.block_size)
-            block, offset = sequence.block_ids[0][position // BLOCK], position % BLOCK
+def write_prompt_kv(cache: KVCache, sequence: Sequence, begins: SequenceOf[int], num_tokens: int) -> None:
+    """The KV of a prompt's first tokens, worked out by hand, as a transfer would leave it.
+
+    Args:
+        begins: of each layer group, the token from which it arrives.
+    """
+    for group, begin in enumerate(begins):
+        for position in range(begin, num_tokens):
+            token = sequence.token_ids[position]
+            block, offset = sequence.block_ids[group][position // BLOCK], position % BLOCK
+            pages = cache.groups[group].view(len(cache.spec.groups[group].layers), -1, 2, cache.spec.block_size)
             pages[:, block, 0, offset] = token
             pages[:, block, 1, offset] = (position + 1) * token
     for state in cache.states.values():
-        state[sequence.block_ids[-1][0]] = sum(sequence.token_ids)
+        state[sequence.block_ids[-1][0]] = sum(sequence.token_ids[:num_tokens])
 
 
 class EngineMachine(RuleBasedStateMachine):
     """Every operation at every moment. All tokens stay exact, the books stay right, and nothing is left at the end."""
 
     with_state = False
+    window = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -1149,7 +1156,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.alive: dict[Sequence, list[int]] = {}
         """Of each sequence that its owner has not left: the tokens that came."""
         self.known: dict[int, Sequence] = {}
-        self.reserved: dict[Sequence, int] = {}
+        self.reserved: dict[Sequence, tuple[int, ...]] = {}
+        """Of each sequence that waits for KV: the token of each layer group from which it is missing."""
+        self.adopted: set[Sequence] = set()
+        """Those with a snapshot in the place of their state, which is not written any more."""
         self.admitted: set[Sequence] = set()
         self.finished: set[Sequence] = set()
         self.pins: list[tuple[Pin, list[int]]] = []
@@ -1163,6 +1173,8 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             output_reservation=reservation,
             with_state=self.with_state,
+            window=self.window,
+            snapshot_tokens=32,
         )
 
     @rule(
@@ -1233,39 +1245,42 @@ class EngineMachine(RuleBasedStateMachine):
         self.batch = None
 
     @rule(data=st.data())
-    @precondition(lambda self: self.reserved)
+    @precondition(lambda self: set(self.reserved) - self.adopted)
     def insert(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(list(self.reserved)))
-        write_prompt_kv(self.engine.runner.caches[0], sequence, self.reserved.pop(sequence))
+        sequence = data.draw(st.sampled_from([each for each in self.reserved if each not in self.adopted]))
+        write_prompt_kv(self.engine.runner.caches[0], sequence, self.reserved.pop(sequence), sequence.num_tokens)
         (first,) = self.expected(sequence, 1)
         self.alive[sequence].append(first)
         if self.engine.insert(sequence, first, self.now) is not None:
             self.finished.add(sequence)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.reserved)
+    @precondition(lambda self: set(self.reserved) - self.adopted)
     def adopt(self, data: st.DataObject) -> None:
-        """All of the KV has arrived, but only a part of it counts; the rest is written again before `insert`."""
-        sequence = data.draw(st.sampled_from(list(self.reserved)))
-        num_tokens = data.draw(st.integers(0, sequence.num_tokens))
-        write_prompt_kv(self.engine.runner.caches[0], sequence, self.reserved[sequence])
+        """All of the KV has arrived, but only a part of it counts; without a state, the rest is written again."""
+        sequence = data.draw(st.sampled_from([each for each in self.reserved if each not in self.adopted]))
+        begins = self.reserved[sequence]
+        num_tokens = data.draw(st.integers(max(begins), max(*begins, sequence.num_tokens)))
+        write_prompt_kv(self.engine.runner.caches[0], sequence, begins, num_tokens)
         self.engine.adopt(sequence, num_tokens)
-        if not self.with_state:
-            self.reserved[sequence] = max(self.reserved[sequence], num_tokens // BLOCK * BLOCK)
+        if self.with_state:
+            self.adopted.add(sequence)
+        self.reserved[sequence] = tuple(max(begin, num_tokens // BLOCK * BLOCK) for begin in begins)
 
     @rule(data=st.data())
     @precondition(lambda self: self.alive)
     def pin(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(list(self.alive)))
         pin = self.engine.pin(sequence)
-        assert pin.block_ids == sequence.block_ids
+        assert self.window or pin.block_ids == sequence.block_ids[: len(self.engine.pool.groups)]
         self.pins.append((pin, sequence.token_ids[: sequence.num_computed_tokens] if any(pin.block_ids) else []))
 
     @rule(parts=st.lists(st.integers(0, 1), min_size=2, max_size=4))
     def pin_prefix(self, parts: list[int]) -> None:
         tokens = self.prompt(parts)
         pin = self.engine.pin_prefix(block_keys(b"tenant", tokens))
-        self.pins.append((pin, tokens[: len(pin.block_ids[0]) * BLOCK]))
+        assert self.window or pin.num_tokens == len(pin.block_ids[0]) * BLOCK
+        self.pins.append((pin, tokens[: pin.num_tokens]))
 
     @rule(data=st.data())
     @precondition(lambda self: self.pins)
@@ -1299,8 +1314,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert sequence.was_admitted
                 continue
             if isinstance(output, Reserved):
-                assert not self.with_state or output.num_cached_tokens == 0
-                self.reserved[sequence] = output.num_cached_tokens
+                self.reserved[sequence] = output.begins or (output.num_cached_tokens,)
                 continue
             if isinstance(output, Admitted):
                 assert sequence.purpose is Purpose.PREFILL
@@ -1331,13 +1345,18 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def pinned_blocks_keep_their_content(self) -> None:
+        cache = self.engine.runner.caches[0] if self.pins else None
         for pin, tokens in self.pins:
-            blocks = pin.block_ids[0] if pin.block_ids else ()
             held = torch.tensor(tokens, dtype=torch.int64)
-            for layer in range(2):
-                pages = self.engine.runner.caches[0].layer(layer).view(-1, 2, BLOCK)[list(blocks)]
-                assert pages[:, 0].flatten()[: len(tokens)].equal(held)
-                assert pages[:, 1].flatten()[: len(tokens)].equal(held * torch.arange(1, len(tokens) + 1))
+            weighted = held * torch.arange(1, len(tokens) + 1)
+            for layer in range(cache.spec.num_layers):
+                table = (pin.block_ids or ((), ()))[cache.group_of(layer)]
+                begin = BLOCK * next((at for at, block in enumerate(table) if block != EMPTY_PLACE), 0)
+                pages = cache.layer(layer).view(-1, 2, BLOCK)[list(table[begin // BLOCK :])]
+                assert pages[:, 0].flatten()[: max(0, len(tokens) - begin)].equal(held[begin:])
+                assert pages[:, 1].flatten()[: max(0, len(tokens) - begin)].equal(weighted[begin:])
+            if pin.num_tokens and cache.states:
+                assert cache.states["token_sum"][pin.block_ids[-1][0]] == sum(tokens)
 
     def teardown(self) -> None:
         """Whoever is still there gets all of its answer, once the transfers have ended; then nothing is left."""
@@ -1366,7 +1385,19 @@ class EngineWithStateMachine(EngineMachine):
     with_state = True
 
 
+class EngineWithWindowMachine(EngineMachine):
+    window = 20
+
+
+class EngineWithBothMachine(EngineMachine):
+    with_state, window = True, 32
+
+
 TestAnything = EngineMachine.TestCase
 TestAnything.settings = settings(max_examples=60, stateful_step_count=40)
 TestAnythingWithState = EngineWithStateMachine.TestCase
 TestAnythingWithState.settings = settings(max_examples=40, stateful_step_count=40)
+TestAnythingWithWindow = EngineWithWindowMachine.TestCase
+TestAnythingWithWindow.settings = settings(max_examples=40, stateful_step_count=40)
+TestAnythingWithBoth = EngineWithBothMachine.TestCase
+TestAnythingWithBoth.settings = settings(max_examples=40, stateful_step_count=40)

@@ -165,15 +165,16 @@ def test_beams_fork_in_the_middle_of_an_answer_and_again() -> None:
     assert is_empty(engine)
 
 
-def test_a_state_is_copied_with_the_last_block() -> None:
+def test_a_state_is_shared_and_the_last_block_copied() -> None:
     engine = make_engine(with_state=True)
     prompt = numbers(1, 20)
     parent = engine.add(make_spec(prompt, 10), Purpose.GENERATE, 0.0)
-    outputs = step(engine)
+    outputs = step(engine) + step(engine)  # up to the last full block, and the rest
     with pytest.raises(ValueError, match=r"the state of [0-9a-f]{8}/r/0/0 is ahead of 19 tokens"):
         engine.fork(parent, make_spec(prompt, 10, name="again"), 0.0)
     child = forked(engine, parent, make_spec([*prompt, 5], 10, name="child", num_prompt_tokens=20))
-    assert [copy.group for copy in child.copies] == [0, 1]
+    assert [copy.group for copy in child.copies] == [0]
+    assert child.block_ids[1][0] == parent.block_ids[1][0]
     outputs += drain(engine)
     assert generated(outputs, parent) == expected_tokens(prompt, 10, with_state=True)
     assert generated(outputs, child) == expected_tokens([*prompt, 5], 9, with_state=True)

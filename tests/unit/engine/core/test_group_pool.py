@@ -91,13 +91,12 @@ def test_blocks_are_taken_in_every_group_or_in_none() -> None:
     assert [pool.counts().free for pool in scheduler.pool.pools] == free
 
 
-def test_a_state_is_a_group_whose_table_has_one_block() -> None:
-    scheduler = make((12, 4, 2), KVSpec((NARROW, WIDE), (StateSpec("sum", (1,), "int64"),)))
+def test_a_sequence_with_a_state_takes_two_rows() -> None:
+    scheduler = make((12, 4, 4), KVSpec((NARROW, WIDE), (StateSpec("sum", (1,), "int64"),)))
     sequences = [add(scheduler, numbers(number, 20), str(number)) for number in range(3)]
     schedule = scheduler.schedule(0.0)
-    assert schedule.admitted == tuple(sequences[:2]), "there are two states"
-    assert [sequence.block_ids[2] for sequence in sequences[:2]] == [(0,), (1,)]
-    assert scheduler.pool.num_blocks_for(1000)[2] == 1
+    assert schedule.admitted == tuple(sequences[:2]), "there are four rows"
+    assert [sequence.block_ids[2] for sequence in sequences[:2]] == [(EMPTY_PLACE, 0, 1), (EMPTY_PLACE, 2, 3)]
 
 
 def test_a_place_may_be_empty() -> None:

@@ -117,6 +117,109 @@ async def test_blocks_and_states_arrive_as_they_were_and_nothing_else_changes(
         assert await decode.receiver.release(ticket) == ()
 
 
+def with_window(window: int) -> KVSpec:
+    """SPEC whose second group has a window."""
+    return dataclasses.replace(SPEC, groups=(SPEC.groups[0], dataclasses.replace(SPEC.groups[1], window=window)))
+
+
+async def test_each_group_receives_what_it_lacks_of_its_window(link: str) -> None:
+    """The blocks before the window are on neither side; the row of the states is known only at the end."""
+    spec, config = with_window(40), with_link(link)
+    caches = [filled_cache(1, spec)], [KVCache(spec, NUM_BLOCKS, 8)]
+    async with decode_side(config, caches=caches[1]) as decode, prefill_side(config, caches=caches[0]) as prefill:
+        source, target, gone = scattered(13, 1), scattered(13, 2), (EMPTY_PLACE,) * 10
+        for number, (begins, first) in enumerate((((), 10), ((96, 176), 11), ((208, 208), 13))):
+            for tensor in (*decode.cache.groups, *decode.cache.states.values()):
+                tensor.zero_()
+            skip = begins[0] if begins else 0
+            tables = (tuple(target), (*gone, *target[10:]), (5, 6))
+            ticket = decode.receiver.expect(f"t{number}", 208, skip, tables, begins=begins)
+            async with prefill.sender.transfer(ticket) as transfer:
+                transfer.extend((tuple(source[:7]), tuple(source[:7]), ()))
+                transfer.advance(100, 2)
+                transfer.extend((tuple(source), (*gone, *source[10:]), (EMPTY_PLACE, 2)))
+                transfer.advance(208, 5)
+                transfer.extend((tuple(source), (*gone, *source[10:]), (2, 1)))
+                transferred = await transfer.finish(1234)
+            assert await decode.receiver.wait_committed(ticket) == Arrival(208, 1234)
+            assert await decode.receiver.release(ticket) == tables
+            sent = [source[skip // 16 :], source[first:]]
+            for index, (blocks, group) in enumerate(zip(sent, spec.groups, strict=True)):
+                there, start = decode.cache.groups[index], 13 - len(blocks)
+                assert torch.equal(there[:, target[start:]], prefill.cache.groups[index][:, blocks])
+                assert is_blank(decode.cache, [b for b in range(NUM_BLOCKS) if b not in target[start:]], group=index)
+                assert len(group.layers) == len(there)
+            assert torch.equal(decode.cache.states["conv"][5], prefill.cache.states["conv"][2])
+            assert is_blank_states(decode.cache, but_not=5)
+            num_bytes = (len(group.layers) * group.row_bytes for group in spec.groups)
+            assert transferred.num_bytes == sum(n * len(b) for n, b in zip(num_bytes, sent, strict=True)) + 33 * 4
+
+
+def is_blank_states(cache: KVCache, but_not: int) -> bool:
+    return not any(state[[row for row in range(8) if row != but_not]].any() for state in cache.states.values())
+
+
+@pytest.mark.parametrize("missing", ["row", "block"])
+async def test_what_the_source_lacks_fails_the_transfer(link: str, missing: str) -> None:
+    """It is never replaced by other bytes."""
+    spec, config = with_window(40), with_link(link)
+    caches = [filled_cache(1, spec)], [KVCache(spec, NUM_BLOCKS, 8)]
+    async with decode_side(config, caches=caches[1]) as decode, prefill_side(config, caches=caches[0]) as prefill:
+        ticket = decode.receiver.expect("t", 64, 0, tables_of(decode.receiver, range(4)))
+        windowed, row = ((4, 5, 6, 7), ()) if missing == "row" else ((EMPTY_PLACE, EMPTY_PLACE, 6, 7), (0,))
+        async with prefill.sender.transfer(ticket) as transfer:
+            transfer.extend(((4, 5, 6, 7), windowed, row))
+            transfer.advance(64, 5)
+            with pytest.raises(TransferError):
+                await transfer.finish(1)
+        with pytest.raises(TransferError):
+            await decode.receiver.wait_committed(ticket)
+        await decode.receiver.release(ticket)
+        assert not decode.cache.states["conv"].any()
+
+
+async def test_a_ticket_that_contradicts_itself_is_refused() -> None:
+    config = with_link("tcp")
+    async with decode_side(config) as decode, prefill_side(config) as prefill:
+        for begins, sentence in (
+            ((0,), "has 1 begins"),
+            ((0, 48), "within the ticket's 32 tokens"),
+            ((0, 8), "multiple of the block size 16"),
+        ):
+            assert sentence in await refusal(prefill, decode, begins=begins)
+        assert "plan this transfer differently" in await refusal(prefill, decode, begins=(0, 16))
+
+
+@pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 2), (2, 1), (2, 4)])
+async def test_states_arrive_at_every_rank_from_one(link: str, src_tp: int, dst_tp: int) -> None:
+    heads = [dataclasses.replace(group, num_kv_heads=4) for group in SPEC.groups]
+    whole = layout_of(dataclasses.replace(SPEC, groups=tuple(heads)))
+    none = dataclasses.replace(whole.groups[0], layers=(), num_kv_heads=0, k_dim=0, v_dim=0)
+    for layout in (whole, dataclasses.replace(whole, groups=(none,))):
+        sides = [dataclasses.replace(layout, tp_size=tp_size) for tp_size in (src_tp, dst_tp)]
+        ours, theirs = (
+            [KVCache(rank_spec(side, rank), NUM_BLOCKS, 8) for rank in range(side.tp_size)] for side in sides
+        )
+        for cache in ours:
+            cache.states["conv"][3] = torch.arange(33)
+        config = with_link(link, slot_bytes=8192)
+        totals = [group.num_kv_heads for group in layout.groups]
+        async with (
+            decode_side(config, caches=theirs, heads=totals) as decode,
+            prefill_side(config, caches=ours, heads=totals) as prefill,
+        ):
+            tables = tables_of(decode.receiver, range(4), 5)
+            ticket = decode.receiver.expect("t", 64, 0, tables)
+            transferred = await send(prefill, ticket, range(4), state_slot=3)
+            await decode.receiver.wait_committed(ticket)
+            await decode.receiver.release(ticket)
+            kv_bytes = 4 * sum(len(g.layers) * g.row_bytes for g in heads) if layout is whole else 0
+            assert transferred.num_bytes == kv_bytes + dst_tp * 33 * 4
+        for cache in theirs:
+            assert torch.equal(cache.states["conv"][5], torch.arange(33.0))
+            assert is_blank_states(cache, but_not=5)
+
+
 async def test_transfers_over_two_pairs_at_once_do_not_mix(link: str) -> None:
     config = with_link(link)
     async with decode_side(config, "d0") as d0, decode_side(config, "d1") as d1, prefill_side(config) as prefill:
@@ -423,11 +526,17 @@ async def test_a_reservation_that_could_not_be_filled_is_refused() -> None:
             (65, 0, (0, 1, 2, 3), "65 tokens need 5 blocks, got 4"),
             (64, 0, (EMPTY_PLACE, 1, 2, 3), "cannot be received into an empty place"),
             (64, 16, (0, 1, 2, EMPTY_PLACE), "cannot be received into an empty place"),
-            (64, 8, (0, 1, 2, 3), "skip_tokens must be a multiple of 16 up to 64, got 8"),
-            (64, 80, (0, 1, 2, 3), "skip_tokens must be a multiple of 16 up to 64, got 80"),
+            (64, 8, (0, 1, 2, 3), "KV must begin at a multiple of 16 up to 64, got 8"),
+            (64, 80, (0, 1, 2, 3), "KV must begin at a multiple of 16 up to 64, got 80"),
         ):
             with pytest.raises(ValueError, match=sentence):
                 decode.receiver.expect("t", num_tokens, skip_tokens, tables_of(decode.receiver, block_ids, 3))
+        for row in ((), (EMPTY_PLACE,), (EMPTY_PLACE, 2)):
+            with pytest.raises(ValueError, match="states cannot be received without a row"):
+                decode.receiver.expect("t", 64, 0, (*tables_of(decode.receiver, (0, 1, 2, 3))[:-1], row))
+        for begins, sentence in (((0, 8), "multiple of 16 up to 64, got 8"), ((0, 80), "up to 64, got 80")):
+            with pytest.raises(ValueError, match=sentence):
+                decode.receiver.expect("t", 64, 0, tables_of(decode.receiver, (0, 1, 2, 3)), begins=begins)
         # Where nothing is written, there may be no block.
         tables = tables_of(decode.receiver, (EMPTY_PLACE, 1, 2, 3), 3)
         ticket = decode.receiver.expect("t", 64, 16, tables)

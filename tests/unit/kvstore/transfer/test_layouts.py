@@ -108,7 +108,9 @@ def empty_worker(layout: KvLayout, num_tokens: int) -> Held:
 def move(src: Held, dst: Held, num_tokens: int) -> None:
     for dst_rank in range(dst.layout.tp_size):
         for src_rank in source_ranks(src.layout, dst.layout, dst_rank):
-            planned = plan(src.layout, src_rank, dst.layout, dst_rank, num_tokens, 0, OPTIONS)
+            planned = plan(
+                src.layout, src_rank, dst.layout, dst_rank, num_tokens, (0,) * len(src.layout.groups), OPTIONS
+            )
             ours = BlockCopier(src.caches[src_rank], planned, src.layout, src_rank, (tuple(src.block_ids),))
             theirs = BlockCopier(dst.caches[dst_rank], planned, dst.layout, dst_rank, (tuple(dst.block_ids),))
             for chunk in planned.chunks:

@@ -47,7 +47,7 @@ def test_nothing_is_read_or_written_before_what_it_needs(kind: str, gpus: list[F
     here, there = gpus
     races = Races()
     source, target = side_on(here, "source", races), side_on(there, "target", races)
-    planned = plan(layout(), 0, layout(), 0, NUM_TOKENS, 0, WireOptions(SLOT_BYTES, 96, "auto"))
+    planned = plan(layout(), 0, layout(), 0, NUM_TOKENS, (0, 0, 0), WireOptions(SLOT_BYTES, 96, "auto"))
     assert len(planned.chunks) > 3
     pair = opened(here, there, kind=kind, window=1, slot_bytes=SLOT_BYTES)
     for end in (pair.sender, pair.receiver):

@@ -290,7 +290,7 @@ async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> 
         arriving = asyncio.create_task(decode.receiver.wait_committed(ticket))
         hello = prefill.sender._connections._hello
         planned = plan(
-            hello.layout, 0, ticket.layout, 0, 32, 0, WireOptions(config.slot_bytes, config.span_tokens, "auto")
+            hello.layout, 0, ticket.layout, 0, 32, (0, 0), WireOptions(config.slot_bytes, config.span_tokens, "auto")
         )
         digest = planned.digest(config.checksum)
         offer = Offer(

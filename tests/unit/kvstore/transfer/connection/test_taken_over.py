@@ -57,7 +57,7 @@ def offer_of(thief: Prefill, ticket: Ticket, transfer_id: str) -> Offer:
     """What the sender with the ticket would offer, but for the id."""
     hello = thief.sender._connections._hello
     options = WireOptions(CONFIG.slot_bytes, CONFIG.span_tokens, "auto")
-    planned = plan(hello.layout, 0, ticket.layout, 0, ticket.num_tokens, 0, options)
+    planned = plan(hello.layout, 0, ticket.layout, 0, ticket.num_tokens, (0, 0), options)
     return Offer(
         transfer_id=transfer_id,
         generation=ticket.generation,

@@ -12,13 +12,14 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.errors import TransferError
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
 from engine.core.kv_spec import EMPTY_PLACE, BlockTables
 from engine.model.kv_cache import KVCache, rounded, torch_dtype
-from kvstore.transfer.copy.blocks import BlockCopier
+from kvstore.transfer.copy.blocks import BlockCopier, choose_copies
 from kvstore.transfer.copy.checksum import Xxh3
 from kvstore.transfer.protocol.layout import heads_of, rank_spec, source_ranks
-from kvstore.transfer.protocol.plan import TransferPlan, WireOptions, plan
+from kvstore.transfer.protocol.plan import Chunk, TransferPlan, WireOptions, plan
 
 torch.set_num_threads(1)
 
@@ -122,7 +123,8 @@ def make_source(layout: KvLayout, rank: int, pages: Pages, seed: int = 0) -> Sid
 def move(
     source: Side, destination: Side, num_tokens: int, skip: int = 0, options: WireOptions = OPTIONS
 ) -> TransferPlan:
-    planned = plan(source.layout, source.rank, destination.layout, destination.rank, num_tokens, skip, options)
+    begins = (skip,) * len(source.layout.groups)
+    planned = plan(source.layout, source.rank, destination.layout, destination.rank, num_tokens, begins, options)
     ours, theirs = source.rows(planned), destination.rows(planned)
     slot = torch.empty(64 + options.chunk_bytes, dtype=torch.uint8)
     for chunk in planned.chunks:
@@ -213,7 +215,7 @@ def test_a_move_and_the_block_after_the_last_token(src: KvLayout, dst: KvLayout,
 
 def test_a_block_that_the_cache_does_not_have_is_refused() -> None:
     side = make_side(layout(), 0, 64, seed=1)
-    planned = plan(side.layout, 0, side.layout, 0, 64, 0, OPTIONS)
+    planned = plan(side.layout, 0, side.layout, 0, 64, (0, 0, 0), OPTIONS)
     for block in (-2, side.cache.num_blocks):
         with pytest.raises(ValueError, match="does not have all of"):
             BlockCopier(side.cache, planned, side.layout, 0, ((0, 1, 2, block),) * len(side.layout.groups))
@@ -229,6 +231,45 @@ def test_what_travels_from_an_empty_place_is_no_junk() -> None:
         for got, want in zip(destination.read(group, range(64)), pages[group], strict=True):
             assert same_bits(got[:, :, 32:], want[:, :, 32:])
             assert not got.isnan().any()
+
+
+def test_a_block_that_has_left_a_window_and_a_state_that_is_not_there_are_not_copied() -> None:
+    full, *others = layout().groups
+    stateful = replace(
+        layout(), groups=(replace(full, window=20), *others), states=(StateLayout("conv", (5,), "float32"),)
+    )
+    side = make_source(stateful, 0, random_pages(stateful, 64, seed=1))
+    planned = plan(stateful, 0, stateful, 0, 64, (0, 0, 0), OPTIONS)
+    assert planned.begins == (32, 0, 0)
+    window = next(chunk for chunk in planned.chunks if chunk.part == 0)
+    state = planned.chunks[-1]
+    blocks = tuple(side.block_ids)
+
+    def gather(chunk: Chunk, windowed: tuple[int, ...], row: tuple[int, ...]) -> torch.Tensor:
+        payload = torch.empty(chunk.num_bytes, dtype=torch.uint8)
+        copier = BlockCopier(side.cache, planned, stateful, 0, ((), (), (), ()))
+        copier.extend((windowed, blocks, blocks, row))
+        copier.gather(chunk, payload)
+        return payload
+
+    gone = (EMPTY_PLACE,)
+    assert same_bits(gather(window, blocks, ()), gather(window, (*gone * 2, *blocks[2:]), gone))
+    with pytest.raises(TransferError, match="a block has left the window before it was sent"):
+        gather(window, (*gone * 3, *blocks[3:]), (1, 2))
+    assert same_bits(gather(state, gone * 4, (1, 2)), side.cache.states["conv"][1])
+    for row in ((), gone, (EMPTY_PLACE, 1)):
+        with pytest.raises(TransferError, match="no row with its states"):
+            gather(state, blocks, row)
+
+
+def test_a_model_may_have_states_and_no_layer_with_kv() -> None:
+    names = GroupLayout(name="names", layers=(), num_kv_heads=1, k_dim=0, v_dim=0, dtype="bfloat16")
+    bare = KvLayout(16, 1, (names,), (StateLayout("conv", (5,), "float32"),))
+    source, destination = make_side(bare, 0, 64, seed=1), make_side(bare, 0, 64, seed=2)
+    source.cache.states["conv"][1] = 3.0
+    choose_copies([source.cache])
+    move(source, destination, 64)
+    assert bool((destination.cache.states["conv"][2] == 3.0).all())
 
 
 def test_integers_travel_as_they_are() -> None:
@@ -296,7 +337,7 @@ def test_what_is_ready_does_not_change_any_more(
     pages = random_pages(stateful, num_tokens, seed=3)
     source, destination = make_side(stateful, 0, num_tokens, 1), make_side(target, 0, num_tokens, 2)
     skip = skip_blocks * block_sizes[1]
-    planned = plan(stateful, 0, target, 0, num_tokens, skip, WireOptions(16384, span_tokens, wire))
+    planned = plan(stateful, 0, target, 0, num_tokens, (skip,) * 3, WireOptions(16384, span_tokens, wire))
     ours, theirs = source.rows(planned), destination.rows(planned)
     waiting = list(planned.chunks)
     num_early = 0
@@ -403,7 +444,7 @@ def test_on_a_gpu_a_gather_waits_for_its_fence_on_a_stream_of_its_own(slot_devic
     for rank in range(3):
         want, destination = make_side(dst, rank, num_tokens, 3), make_side(dst, rank, num_tokens, 3, "cuda")
         move(computed, want, num_tokens, options=replace(OPTIONS, wire_dtype=wire))
-        planned = plan(src, 0, dst, rank, num_tokens, 0, replace(OPTIONS, wire_dtype=wire))
+        planned = plan(src, 0, dst, rank, num_tokens, (0, 0, 0), replace(OPTIONS, wire_dtype=wire))
         ours = BlockCopier(source.cache, planned, src, 0, source.tables)
         theirs = BlockCopier(destination.cache, planned, dst, rank, destination.tables)
         fence = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ SMALLEST = 2.0**-149
 
 def test_a_page_of_subnormal_values_does_not_wrap_around() -> None:
     """A subnormal scale is rounded so much that the quotient would leave the range of int8."""
-    planned = plan(LAYOUT, 0, LAYOUT, 0, 16, 0, WireOptions(4096, 16, "int8"))
+    planned = plan(LAYOUT, 0, LAYOUT, 0, 16, (0,) * len(LAYOUT.groups), WireOptions(4096, 16, "int8"))
     (chunk,) = planned.chunks
     for largest in (1, 100, 190, 300):
         values = torch.full((64,), largest * SMALLEST)

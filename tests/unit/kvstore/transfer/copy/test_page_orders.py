@@ -41,7 +41,9 @@ def move(src: Caches, dst: Caches, skip: int = 0, wire: str = "auto", chunk_byte
     assert mismatch(here, there, wire) == ""
     for rank, cache in enumerate(dst):
         for source in source_ranks(here, there, rank):
-            planned = plan(here, source, there, rank, NUM_TOKENS, skip, WireOptions(chunk_bytes, 64, wire))
+            planned = plan(
+                here, source, there, rank, NUM_TOKENS, (skip,) * len(here.groups), WireOptions(chunk_bytes, 64, wire)
+            )
             ours = BlockCopier(src[source], planned, here, source, tables_of(src[0].spec, 1))
             theirs = BlockCopier(cache, planned, there, rank, tables_of(dst[0].spec, 2))
             for chunk in planned.chunks:

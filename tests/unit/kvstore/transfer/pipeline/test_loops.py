@@ -104,7 +104,7 @@ class Sides:
     ) -> None:
         self.source, self.target = (KVCache(rank_spec(LAYOUT, 0), NUM_BLOCKS, 1) for _ in range(2))
         self.source.groups[0].normal_(generator=torch.Generator().manual_seed(1))
-        self.plan = plan(LAYOUT, 0, LAYOUT, 0, 16, 0, OPTIONS)
+        self.plan = plan(LAYOUT, 0, LAYOUT, 0, 16, (0,), OPTIONS)
         assert len(self.plan.chunks) == NUM_CHUNKS
         self.pools = [StagingPool(window, SLOT_BYTES, torch.device("cpu")) for _ in range(2)]
         self.ledger, self.offers = ReceiveState(), SendState(1.0, 10.0)
@@ -433,7 +433,7 @@ async def test_each_chunk_keeps_the_fence_that_made_it_ready() -> None:
             fences.append(fence)
 
     cache = KVCache(rank_spec(LAYOUT, 0), NUM_BLOCKS, 1)
-    planned = plan(LAYOUT, 0, LAYOUT, 0, 16, 0, OPTIONS)
+    planned = plan(LAYOUT, 0, LAYOUT, 0, 16, (0,), OPTIONS)
     ticket = ticket_of("t", 1)
     outbound = ChunkQueue(ticket, Watched(cache, planned, LAYOUT, 0, ((0,),)), checked=False)
     first, second = (cast("Fence", object()) for _ in range(2))

@@ -12,6 +12,7 @@ from baton.messages import Ticket
 from baton.v1 import worker_pb2
 from engine.core.kv_spec import KVSpec, LayerGroup, PageOrder, StateSpec
 from kvstore.transfer.protocol.layout import (
+    begins_of,
     destination_ranks,
     heads_of,
     layout_of,
@@ -19,6 +20,8 @@ from kvstore.transfer.protocol.layout import (
     rank_spec,
     shared_heads,
     source_ranks,
+    state_source,
+    window_begins,
     wire_dtype,
 )
 
@@ -35,6 +38,7 @@ def layout(tp_size: int = 1, block_size: int = 16, num_heads: int = 6) -> KvLayo
     return KvLayout(block_size, tp_size, (replace(FULL, num_kv_heads=num_heads), LATENT))
 
 
+STATEFUL = replace(layout(), states=(CONV,))
 degrees = st.sampled_from([1, 2, 3, 6, 12, 24])
 """All of them divide, or are divided by, the six heads."""
 
@@ -100,15 +104,82 @@ def test_a_surplus_replica_sends_to_nobody() -> None:
     assert [destination_ranks(layout(12), layout(1), rank) for rank in range(4)] == [(0,), (), (0,), ()]
 
 
-def test_states_go_from_each_rank_to_its_like_even_without_a_shared_head() -> None:
-    only_states = KvLayout(16, 3, (), (CONV,))
-    assert [source_ranks(only_states, only_states, rank) for rank in range(3)] == [(0,), (1,), (2,)]
-    assert [destination_ranks(only_states, only_states, rank) for rank in range(3)] == [(0,), (1,), (2,)]
+@pytest.mark.parametrize(
+    ("src_tp", "dst_tp", "sources"),
+    [
+        (1, 2, [0, 0]),
+        (2, 1, [0]),
+        (2, 4, [0, 0, 1, 1]),
+        (4, 2, [0, 2]),
+        (3, 3, [0, 1, 2]),
+        (12, 3, [0, 4, 8]),
+    ],
+)
+def test_states_come_from_a_rank_that_sends_heads_too(src_tp: int, dst_tp: int, sources: list[int]) -> None:
+    heads = KvLayout(16, src_tp, (replace(FULL, num_kv_heads=12),), (CONV,))
+    to = replace(heads, tp_size=dst_tp)
+    assert [state_source(heads, to, rank) for rank in range(dst_tp)] == sources
+    for rank, source in enumerate(sources):
+        without = replace(heads, states=()), replace(to, states=())
+        assert source in source_ranks(heads, to, rank) == source_ranks(*without, rank), "no further connection"
+
+
+def test_states_without_a_head_come_from_one_rank_and_destinations_take_turns() -> None:
+    no_layers = replace(FULL, layers=(), num_kv_heads=0)
+    for groups in ((), (no_layers,)):
+        src, dst = KvLayout(16, 2, groups, (CONV,)), KvLayout(16, 3, groups, (CONV,))
+        assert mismatch(src, dst, "auto") == ""
+        assert [source_ranks(src, dst, rank) for rank in range(3)] == [(0,), (1,), (0,)]
+        assert [destination_ranks(src, dst, rank) for rank in range(2)] == [(0, 2), (1,)]
+
+
+def windowed(block_size: int, window: int = 100) -> KvLayout:
+    return KvLayout(block_size, 1, (FULL, replace(LATENT, window=window)))
+
+
+def ticket_for(layout: KvLayout, num_tokens: int, skip_tokens: int = 0, begins: tuple[int, ...] = ()) -> Ticket:
+    return replace(TICKET, layout=layout, num_tokens=num_tokens, skip_tokens=skip_tokens, begins=begins)
+
+
+def test_a_window_begins_with_the_block_of_its_first_token() -> None:
+    assert [window_begins(windowed(32), n) for n in (0, 100, 131, 132, 228, 260)] == [
+        (0, 0), (0, 0), (0, 0), (0, 32), (0, 128), (0, 160),
+    ]  # fmt: skip
+
+
+def test_the_begins_of_a_ticket() -> None:
+    assert begins_of(ticket_for(windowed(16), 300, 160), 300) == (160, 160)
+    assert begins_of(ticket_for(windowed(16), 300, 160, (160, 208)), 300) == (160, 208)
+    assert begins_of(ticket_for(layout(), 300, 160), 16) == (160, 160), "what it has is no harm"
+    assert begins_of(ticket_for(windowed(16), 99), 16) == (0, 0), "both windows start at 0"
+    assert begins_of(ticket_for(windowed(64), 300), 292) == (0, 0), "both start in the block at 192"
+
+
+@pytest.mark.parametrize(
+    ("ticket", "num_tokens", "words"),
+    [
+        (ticket_for(layout(), 300, 0, (0,)), 300, "a ticket for 2 layer groups has 1 begins"),
+        (ticket_for(layout(), 300, 0, (0, 0, 0)), 300, "has 3 begins"),
+        (ticket_for(layout(), 300, 304), 300, r"must begin within the ticket's 300 tokens, got \[304, 304\]"),
+        (ticket_for(layout(), 300, 0, (0, 304)), 300, r"within the ticket's 300 tokens, got \[0, 304\]"),
+        (ticket_for(layout(), 300, 0, (-16, 0)), 300, r"within the ticket's 300 tokens, got \[-16, 0\]"),
+        (
+            ticket_for(windowed(16), 300),
+            288,
+            "288 of 300 tokens need blocks before the windows, which are not reserved",
+        ),
+        (ticket_for(windowed(64), 300), 291, "291 of 300 tokens need blocks before the windows"),
+    ],
+)
+def test_a_ticket_that_cannot_be_served_is_refused(ticket: Ticket, num_tokens: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        begins_of(ticket, num_tokens)
 
 
 @given(degrees)
 def test_a_ranks_cache_and_its_layout_tell_each_other(tp_size: int) -> None:
     whole = replace(layout(tp_size), states=(CONV,))
+    whole = replace(whole, groups=(whole.groups[0], replace(whole.groups[1], window=77)))
     heads = tuple(group.num_kv_heads for group in whole.groups)
     for rank in range(tp_size):
         assert layout_of(rank_spec(whole, rank), tp_size, heads) == whole
@@ -174,7 +245,6 @@ def test_layouts_that_fit(other: KvLayout) -> None:
     assert mismatch(other, layout(), "int8") == ""
 
 
-STATEFUL = replace(layout(), states=(CONV,))
 OPAQUE = replace(FULL, page_order="opaque", tag="vendor/1")
 
 
@@ -198,6 +268,9 @@ def opaque(block_size: int = 16, tp_size: int = 1, **changes: object) -> KvLayou
         (opaque(tp_size=3), opaque(tp_size=3)),
         (opaque(dtype="uint8"), opaque(dtype="uint8")),
         (with_group(page_order="by_token"), replace(with_group(page_order="by_token"), block_size=64)),
+        (windowed(32), windowed(32)),
+        (replace(STATEFUL, tp_size=2), replace(STATEFUL, tp_size=6)),
+        (with_group(layers=(), num_kv_heads=1), with_group(layers=(), num_kv_heads=2, dtype="float16")),
     ],
 )
 def test_layouts_of_other_shapes_that_fit(src: KvLayout, dst: KvLayout, wanted: str) -> None:
@@ -226,6 +299,14 @@ def test_the_layout_of_groups_that_are_not_alike() -> None:
     assert rank_spec(found, 0) == spec
     sent = wire.ticket_to_pb(replace(TICKET, layout=found)).SerializeToString()
     assert wire.ticket_from_pb(worker_pb2.Ticket.FromString(sent)).layout == found
+
+
+def test_windows_and_begins_of_a_ticket_are_on_the_wire() -> None:
+    ticket = ticket_for(windowed(32), 300, 160, (160, 192))
+    assert wire.ticket_from_pb(worker_pb2.Ticket.FromString(wire.ticket_to_pb(ticket).SerializeToString())) == ticket
+    plain = wire.ticket_to_pb(ticket_for(layout(), 300, 160))
+    assert not plain.begins
+    assert not any(group.window for group in plain.layout.groups)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +346,19 @@ def test_the_layout_of_groups_that_are_not_alike() -> None:
         (mixed(16, 40, 80), layout(), "a layout has blocks of 40 tokens, and must have multiples of 16"),
         (layout(), mixed(16, 64, 32), "a layout has blocks of 64 tokens, of which 32 are no multiple"),
         (STATEFUL, layout(), "states are conv[3, 5] float32 at the source and none at the destination"),
-        (STATEFUL, replace(STATEFUL, tp_size=2), "states cannot be transferred from tensor-parallel degree 1 to 2"),
+        (
+            STATEFUL,
+            replace(STATEFUL, states=(replace(CONV, shape=(3, 6)),)),
+            "conv[3, 5] float32 at the source and conv",
+        ),
+        (windowed(16), windowed(16, 99), "group 'latent' has window 100 at the source and 99 at the destination"),
+        (windowed(16), windowed(16, 0), "window 100 at the source and 0"),
+        (
+            windowed(16),
+            windowed(32),
+            "in group 'latent', which has a window, the destination's blocks of 32 tokens are larger than those of 16",
+        ),
+        (layout(), with_group(layers=()), "group 'full' has layers (0, 2) at the source and ()"),
     ],
 )
 def test_layouts_that_do_not_fit_are_told_apart_in_a_sentence(src: KvLayout, dst: KvLayout, words: str) -> None:

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
-from kvstore.transfer.protocol.layout import WIRE_DTYPES, block_size_of, destination_ranks, heads_of, source_ranks
+from kvstore.transfer.protocol.layout import (
+    WIRE_DTYPES,
+    block_size_of,
+    destination_ranks,
+    heads_of,
+    mismatch,
+    source_ranks,
+)
 from kvstore.transfer.protocol.plan import (
     EVERY_LAYER,
     Chunk,
@@ -45,12 +52,15 @@ def layout_of_groups(*num_layers: int, states: tuple[int, ...] = (), block_size:
 def between_equals(
     layout: KvLayout, num_tokens: int, skip_tokens: int = 0, options: WireOptions = OPTIONS
 ) -> TransferPlan:
-    return plan(layout, 0, layout, 0, num_tokens, skip_tokens, options)
+    return plan(layout, 0, layout, 0, num_tokens, (skip_tokens,) * len(layout.groups), options)
+
+
+Transfer = tuple[KvLayout, KvLayout, int, tuple[int, ...], WireOptions]
 
 
 @st.composite
-def transfers(draw: st.DrawFn) -> tuple[KvLayout, KvLayout, int, int, WireOptions]:
-    """Two layouts of six heads and one latent head, or with a state, and what is moved between them.
+def transfers(draw: st.DrawFn) -> Transfer:
+    """Two layouts of six heads, a latent head, maybe with a window, and maybe a state; and what is moved between them.
 
     The smallest slot is what the largest unit needs: 64 tokens of six heads.
     """
@@ -58,9 +68,10 @@ def transfers(draw: st.DrawFn) -> tuple[KvLayout, KvLayout, int, int, WireOption
     num_layers, num_latent = draw(st.integers(1, 9)), draw(st.integers(0, 4))
     layers = draw(st.permutations(range(num_layers + num_latent)))
     states = draw(st.sampled_from([(), (StateLayout("conv", (3, 1701), "float32"),)]))
-    src_tp = draw(st.sampled_from([1, 2, 3, 6, 12]))
-    dst_tp = src_tp if states else draw(st.sampled_from([1, 2, 3, 6, 12]))
-    sizes = st.sampled_from([16, 32, 64])
+    degrees, sizes = st.sampled_from([1, 2, 3, 6, 12]), st.sampled_from([16, 32, 64])
+    window = draw(st.sampled_from([0, 1, 40, 512, 2000]))
+    here, there = draw(sizes), draw(sizes)
+    latents = (max(here, there), min(here, there)) if window else (here, there)
     sides = [
         KvLayout(
             max(full, latent),
@@ -83,32 +94,36 @@ def transfers(draw: st.DrawFn) -> tuple[KvLayout, KvLayout, int, int, WireOption
                     v_dim=4,
                     dtype=draw(dtypes),
                     block_size=latent if full != latent else 0,
+                    window=window,
                 ),
             ),
             states,
         )
-        for tp_size, full, latent in ((src_tp, draw(sizes), draw(sizes)), (dst_tp, draw(sizes), draw(sizes)))
+        for tp_size, full, latent in ((draw(degrees), draw(sizes), latent) for latent in latents)
     ]
     num_tokens = draw(st.integers(1, 900))
-    skip = draw(st.integers(0, num_tokens // sides[1].block_size)) * sides[1].block_size
+    dst_sizes = [block_size_of(sides[1], group) for group in range(2)]
+    held = tuple(draw(st.integers(0, num_tokens // size + 1)) * size for size in dst_sizes)
     options = WireOptions(
         draw(st.sampled_from([3 * SLOT // 2, 3 * SLOT, 2**20])),
         draw(st.sampled_from([1, 64, 512])),
         draw(st.sampled_from(WIRE_DTYPES)),
     )
-    return sides[0], sides[1], num_tokens, skip, options
+    return sides[0], sides[1], num_tokens, held, options
 
 
 @given(transfers())
-def test_the_pairs_together_move_everything_to_every_destination_once(
-    transfer: tuple[KvLayout, KvLayout, int, int, WireOptions],
-) -> None:
-    src, dst, num_tokens, skip, options = transfer
+def test_the_pairs_together_move_everything_to_every_destination_once(transfer: Transfer) -> None:
+    src, dst, num_tokens, held, options = transfer
+    starts = [
+        max(begin, max(0, num_tokens - group.window) // size * size if group.window else 0)
+        for group, begin, size in zip(dst.groups, held, [block_size_of(dst, 0), block_size_of(dst, 1)], strict=True)
+    ]
     for dst_rank in range(dst.tp_size):
         moved: Counter[tuple[int, int, int, int]] = Counter()
         state_bytes: Counter[tuple[int, int]] = Counter()
         for src_rank in source_ranks(src, dst, dst_rank):
-            planned = plan(src, src_rank, dst, dst_rank, num_tokens, skip, options)
+            planned = plan(src, src_rank, dst, dst_rank, num_tokens, held, options)
             assert dst_rank in destination_ranks(src, dst, src_rank)
             for chunk in planned.chunks:
                 assert 0 < chunk.num_bytes <= options.chunk_bytes
@@ -120,7 +135,7 @@ def test_the_pairs_together_move_everything_to_every_destination_once(
                 num_layers = chunk.layer_hi - chunk.layer_lo
                 assert chunk.num_bytes == num_layers * len(units) * group.unit_bytes
                 moved.update(
-                    (chunk.part, layer, head, skip + unit * group.unit_tokens)
+                    (chunk.part, layer, head, starts[chunk.part] + unit * group.unit_tokens)
                     for layer in range(chunk.layer_lo, chunk.layer_hi)
                     for head in range(group.head_lo, group.head_hi)
                     for unit in units
@@ -130,18 +145,16 @@ def test_the_pairs_together_move_everything_to_every_destination_once(
             for part, group_layout in enumerate(dst.groups)
             for layer in range(len(group_layout.layers))
             for head in heads_of(group_layout.num_kv_heads, dst.tp_size, dst_rank)
-            for token in range(skip, num_tokens, min(block_size_of(src, part), block_size_of(dst, part)))
+            for token in range(starts[part], num_tokens, min(block_size_of(src, part), block_size_of(dst, part)))
         )
         assert state_bytes == Counter((2, byte) for _ in dst.states for byte in range(3 * 1701 * 4))
 
 
 @given(transfers())
-def test_chunks_leave_in_the_order_in_which_they_can(
-    transfer: tuple[KvLayout, KvLayout, int, int, WireOptions],
-) -> None:
-    src, dst, num_tokens, skip, options = transfer
-    planned = plan(src, source_ranks(src, dst, 0)[0], dst, 0, num_tokens, skip, options)
-    unit_tokens = max(group.unit_tokens for group in planned.groups)
+def test_chunks_leave_in_the_order_in_which_they_can(transfer: Transfer) -> None:
+    src, dst, num_tokens, held, options = transfer
+    planned = plan(src, source_ranks(src, dst, 0)[0], dst, 0, num_tokens, held, options)
+    unit_tokens = max(group.unit_tokens for group, of in zip(planned.groups, src.groups, strict=True) if of.layers)
     span = max(options.span_tokens // unit_tokens * unit_tokens, unit_tokens)
     ready = []
     for chunk in planned.chunks:
@@ -191,7 +204,7 @@ def test_units_are_of_each_groups_own_size_and_spans_whole_in_all_groups() -> No
         replace(whole, block_size=b, groups=(replace(narrow, block_size=a), replace(wide, block_size=b)))
         for a, b in ((16, 48), (32, 96))
     )
-    planned = plan(src, 0, dst, 0, 210, 96, WireOptions(SLOT, 64, "auto"))
+    planned = plan(src, 0, dst, 0, 210, (96, 96), WireOptions(SLOT, 64, "auto"))
     assert [group.unit_tokens for group in planned.groups] == [16, 48]
     assert [planned.num_units(part) for part in range(2)] == [8, 3]
     assert [(c.part, c.unit_lo, c.unit_hi) for c in planned.chunks] == [
@@ -210,6 +223,44 @@ def test_an_opaque_group_travels_in_whole_blocks_and_its_own_data_type() -> None
         require_fitting_slots(opaque, 511, "int8")
 
 
+def test_each_group_begins_where_the_destination_needs_it() -> None:
+    full, window = layout_of_groups(1, 1).groups
+    layout = replace(layout_of_groups(1, 1), groups=(full, replace(window, window=40)))
+
+    def units(num_tokens: int, held: tuple[int, int]) -> list[tuple[int, int, int]]:
+        planned = plan(layout, 0, layout, 0, num_tokens, held, WireOptions(SLOT, 64, "auto"))
+        begins = [begin // 16 for begin in planned.begins]
+        return [(c.part, begins[c.part] + c.unit_lo, begins[c.part] + c.unit_hi) for c in planned.chunks]
+
+    assert units(200, (0, 0)) == [(0, 0, 4), (0, 4, 8), (0, 8, 12), (1, 10, 12), (0, 12, 13), (1, 12, 13)]
+    assert units(200, (192, 0)) == [(1, 10, 12), (0, 12, 13), (1, 12, 13)], "from 160 on, the block of 200 - 40"
+    assert units(200, (176, 192)) == [(0, 11, 12), (0, 12, 13), (1, 12, 13)]
+    assert units(40, (32, 0)) == [(0, 2, 3), (1, 0, 3)], "the window holds all tokens"
+    assert units(100, (192, 192)) == [], "the destination has more than is sent"
+    (chunk,) = plan(layout, 0, layout, 0, 200, (208, 192), OPTIONS).chunks
+    assert (chunk.part, chunk.unit_lo, chunk.unit_hi) == (1, 0, 1)
+
+
+def test_a_group_without_layers_moves_nothing_and_a_model_may_have_no_other() -> None:
+    (group,) = layout_of_groups(1).groups
+    names = replace(group, layers=(), num_kv_heads=1, k_dim=0, v_dim=0)
+    bare = KvLayout(64, 1, (names,), (StateLayout("conv", (40,), "uint8"),))
+    for src_tp, dst_tp in ((1, 1), (1, 2), (2, 1), (2, 4)):
+        src = replace(bare, tp_size=src_tp, groups=(replace(names, num_kv_heads=src_tp),))
+        dst = replace(bare, tp_size=dst_tp, groups=(replace(names, num_kv_heads=dst_tp),), block_size=16)
+        assert mismatch(src, dst, "auto") == ""
+        for rank in range(dst_tp):
+            (source,) = source_ranks(src, dst, rank)
+            assert rank in destination_ranks(src, dst, source)
+            planned = plan(src, source, dst, rank, 1000, (16,), WireOptions(16, 64, "auto"))
+            assert [(c.part, c.unit_lo, c.unit_hi) for c in planned.chunks] == [(1, 0, 16), (1, 16, 32), (1, 32, 40)]
+            assert planned.ready_at(planned.chunks[0]) == (1000, EVERY_LAYER)
+    require_fitting_slots(bare, 1)
+    assert least_chunk_bytes(bare, "auto") == 1, "chunks are never empty"
+    mixed = replace(layout_of_groups(2, states=(8,)), groups=(*layout_of_groups(2).groups, names))
+    assert [c.part for c in between_equals(mixed, 64).chunks] == [0, 0, 2]
+
+
 def test_groups_whose_layers_alternate_do_so_on_the_wire() -> None:
     planned = between_equals(layout_of_groups(2, 2), 512)
     assert [(c.part, c.layer_lo) for c in planned.chunks] == [(0, 0), (1, 0), (1, 0), (0, 1), (1, 1), (1, 1)]
@@ -223,7 +274,7 @@ def test_a_chunk_is_ready_with_its_last_layer_and_a_state_with_the_step() -> Non
 
 def test_units_of_int8_carry_a_scale_a_page() -> None:
     src = replace(layout_of_groups(1, 1), block_size=32)
-    planned = plan(src, 0, layout_of_groups(1, 1), 0, 64, 0, replace(OPTIONS, wire_dtype="int8"))
+    planned = plan(src, 0, layout_of_groups(1, 1), 0, 64, (0, 0), replace(OPTIONS, wire_dtype="int8"))
     assert [g.unit_bytes for g in planned.groups] == [8 + 16 * 8, 2 * (8 + 16 * 8)]
     assert planned.num_bytes == 4 * 3 * (8 + 16 * 8)
 
@@ -234,11 +285,11 @@ def test_a_prefix_that_is_held_entirely_moves_no_blocks() -> None:
     assert (state.part, state.unit_lo, state.unit_hi) == (1, 0, 8)
 
 
-@pytest.mark.parametrize("skip", [-32, 16, 64])
+@pytest.mark.parametrize("skip", [-32, 16])
 def test_skip_must_be_whole_blocks_of_the_destination(skip: int) -> None:
     src, dst = layout_of_groups(1), layout_of_groups(1, block_size=32)
-    with pytest.raises(ValueError, match="multiple of the block size 32"):
-        plan(src, 0, dst, 0, 60, skip, OPTIONS)
+    with pytest.raises(ValueError, match="group 'g0' must begin at a multiple of the block size 32"):
+        plan(src, 0, dst, 0, 60, (skip,), OPTIONS)
 
 
 def test_a_unit_larger_than_a_slot_is_refused_by_name() -> None:
@@ -262,17 +313,15 @@ def test_the_least_chunk_is_one_that_fits(wire: str) -> None:
 
 
 @given(transfers())
-def test_slots_that_fit_at_the_start_fit_every_plan(
-    transfer: tuple[KvLayout, KvLayout, int, int, WireOptions],
-) -> None:
-    src, dst, num_tokens, skip, options = transfer
+def test_slots_that_fit_at_the_start_fit_every_plan(transfer: Transfer) -> None:
+    src, dst, num_tokens, held, options = transfer
     options = replace(options, chunk_bytes=4096)
     try:
         require_fitting_slots(dst, options.chunk_bytes, options.wire_dtype)
     except ConfigError:
         reject()
     for src_rank in source_ranks(src, dst, 0):
-        plan(src, src_rank, dst, 0, num_tokens, skip, options)
+        plan(src, src_rank, dst, 0, num_tokens, held, options)
 
 
 def test_digest_tells_apart_whatever_changes_a_byte_or_the_protocol() -> None:
@@ -283,12 +332,13 @@ def test_digest_tells_apart_whatever_changes_a_byte_or_the_protocol() -> None:
         between_equals(layout_of_groups(2, states=(8,)), 64),
         between_equals(whole, 63),
         between_equals(whole, 64, 16),
+        between_equals(replace(whole, groups=(replace(whole.groups[0], window=64),)), 64),
         between_equals(whole, 64, options=replace(OPTIONS, chunk_bytes=SLOT // 2)),
         between_equals(whole, 64, options=replace(OPTIONS, span_tokens=256)),
         between_equals(whole, 64, options=replace(OPTIONS, wire_dtype="int8")),
-        plan(whole, 0, replace(whole, block_size=32), 0, 64, 0, OPTIONS),
-        plan(replace(whole, block_size=32), 0, whole, 0, 64, 0, OPTIONS),
-        *(plan(thirds, rank, thirds, rank, 64, 0, OPTIONS) for rank in range(3)),
+        plan(whole, 0, replace(whole, block_size=32), 0, 64, (0,), OPTIONS),
+        plan(replace(whole, block_size=32), 0, whole, 0, 64, (0,), OPTIONS),
+        *(plan(thirds, rank, thirds, rank, 64, (0,), OPTIONS) for rank in range(3)),
     ]
     digests = [planned.digest("full") for planned in plans]
     assert len({*digests, plans[0].digest("off")}) == len(plans) + 1
