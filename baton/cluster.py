@@ -204,6 +204,11 @@ class WorkerInfo:
     Empty: a release that did not announce it, to which no connection is opened ahead.
     """
     computes: Computes = Computes()
+    resumes_anywhere: bool = True
+    """True if the worker can continue a sequence after each block that it caches.
+
+    Otherwise its model has states or windows, and the index has only the blocks after which it can continue one.
+    """
 
     @property
     def label(self) -> str:

@@ -155,6 +155,28 @@ async def test_each_group_receives_what_it_lacks_of_its_window(link: str) -> Non
             assert transferred.num_bytes == sum(n * len(b) for n, b in zip(num_bytes, sent, strict=True)) + 33 * 4
 
 
+@pytest.mark.parametrize(("num_empty", "begin"), [(4, 0), (2, 0), (0, 0), (0, 32), (4, 80)])
+async def test_a_shorter_prefix_fits_if_the_blocks_of_its_window_are_reserved(num_empty: int, begin: int) -> None:
+    """The window of 40 tokens starts in block 4 after 104 tokens, and in block 2 after 80."""
+    spec, config = with_window(40), with_link("tcp")
+    caches = [filled_cache(1, spec)], [KVCache(spec, NUM_BLOCKS, 8)]
+    async with decode_side(config, caches=caches[1]) as decode, prefill_side(config, caches=caches[0]) as prefill:
+        tables = (tuple(range(7)), (EMPTY_PLACE,) * num_empty + tuple(range(num_empty, 7)), (5, 6))
+        ticket = decode.receiver.expect("t", 104, 0, tables, Expected.PREFIX, begins=(0, begin))
+        sending = prefill.sender.transfer(ticket, 80)
+        if num_empty == 4:
+            with pytest.raises(TransferRefused, match="80 of 104 tokens need blocks before the windows"):
+                await sending.__aenter__()
+        else:
+            async with sending as transfer:
+                transfer.extend((tuple(range(10, 15)), (EMPTY_PLACE, EMPTY_PLACE, 12, 13, 14), (2,)))
+                await transfer.finish(None)
+            assert (await decode.receiver.wait_committed(ticket)).num_tokens == 80
+            assert torch.equal(decode.cache.groups[1][:, 2:5], prefill.cache.groups[1][:, 12:15])
+            assert is_blank(decode.cache, [0, 1, *range(5, NUM_BLOCKS)], group=1)
+        assert await decode.receiver.release(ticket) == tables
+
+
 def is_blank_states(cache: KVCache, but_not: int) -> bool:
     return not any(state[[row for row in range(8) if row != but_not]].any() for state in cache.states.values())
 
