@@ -7,6 +7,9 @@ an attention function that only takes notes. So a model of any size answers with
     the function   heads of queries, and every further argument that attention must honour
     both together  latents that a layer expands behind its cache, layers that read another layer's KV
 
+A model whose code looks at numbers, such as the chosen experts, cannot be computed on meta. It is asked on the CPU
+instead, with zeros that take no memory as its weights and zeros as the products with them.
+
 Whatever is not computed here is refused by a sentence that names it: this is the first of the nets under wrong tokens.
 `self_check` is the last one.
 """
@@ -20,6 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name the field uses
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -162,20 +167,50 @@ def _auto_class(config: Any) -> Any:
 
 def _asked(model: Any, config: Any) -> tuple[_Notes, DynamicCache, set[str]]:
     """Compute three tokens. Return the notes, the cache, and the names of all submodules that took part."""
-    notes, called = _Notes(), set[str]()
-    cache = _cache_of(config)
+    called = set[str]()
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda module, args, name=name: called.add(name))
-    _NOTES.set(notes)
-    token_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
     try:
-        with torch.inference_mode():
-            model(input_ids=token_ids, use_cache=True, **{cache_argument(model): cache})
+        return *_computed(model, config, "meta"), called
+    except ModelLoadError:
+        raise
+    except Exception:  # its code looks at numbers
+        model._apply(_zeros)
+    try:
+        with _ZeroProducts():
+            return *_computed(model, config, "cpu"), called
     except ModelLoadError:
         raise
     except Exception as error:  # the model's own code
         raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
-    return notes, cache, called
+
+
+def _computed(model: Any, config: Any, device: str) -> tuple[_Notes, DynamicCache]:
+    """Compute three tokens on the device of the weights. Return the notes and the cache."""
+    notes, cache = _Notes(), _cache_of(config)
+    _NOTES.set(notes)
+    token_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device=device)
+    with torch.inference_mode():
+        model(input_ids=token_ids, use_cache=True, **{cache_argument(model): cache})
+    return notes, cache
+
+
+def _zeros(weight: torch.Tensor) -> torch.Tensor:
+    """Return zeros on the CPU in the shape and data type of a tensor; all are the same place in memory."""
+    return torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
+
+
+class _ZeroProducts(TorchFunctionMode):
+    """Makes products with a matrix zeros, in no time and without memory for the matrix."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear:
+            return args[0].new_zeros(*args[0].shape[:-1], len(args[1]))
+        if func in (torch.matmul, torch.Tensor.matmul) and args[1].dim() == 2:
+            return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[1])
+        return func(*args, **(kwargs or {}))
 
 
 def _without_positions(config: Any) -> Any:
@@ -265,7 +300,10 @@ def _layer(index: int, notes: _Notes, cache: DynamicCache, longest: int | None) 
             "has a mask that is not computed here"
         )
     of_cache = (keys.shape[1], keys.shape[3], values.shape[3])
-    is_latent = of_cache != (call.keys.shape[1], call.keys.shape[3], call.values.shape[3])
+    of_call = (call.keys.shape[1], call.keys.shape[3], call.values.shape[3])
+    if of_cache[1:] == of_call[1:] and of_call[0] % of_cache[0] == 0:  # it may repeat heads; here each one is kept
+        of_cache = of_call
+    is_latent = of_cache != of_call
     if is_latent and (keys.shape[1] != 1 or not hasattr(notes.modules[index], EXPAND) or call.honours):
         raise ModelLoadError(f"layer {index} keeps other keys and values than it attends to, in a form not known here")
     num_kv_heads, k_dim, v_dim = of_cache

@@ -142,18 +142,9 @@ class KVCache:
         pages[..., values + begin * spec.v_dim :] = 0
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
-        """Copy whole blocks in every layer of their group, or the states of a sequence, in order."""
+        """Copy whole blocks in every layer of their group, in order."""
         for copy in copies:
-            if copy.group < len(self.groups):
-                self.groups[copy.group][:, copy.target] = self.groups[copy.group][:, copy.source]
-            else:
-                for state in self.states.values():
-                    state[copy.target] = state[copy.source]
-
-    def clear_states(self, blocks: Sequence[int]) -> None:
-        """Zero the states in the given blocks of the states' table."""
-        for state in self.states.values():
-            state[list(blocks)] = 0
+            self.groups[copy.group][:, copy.target] = self.groups[copy.group][:, copy.source]
 
 
 def _lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -115,7 +115,7 @@ class StateRows(NamedTuple):
     @classmethod
     def of(cls, parts: Sequence[StepPart], numbers: StepNumbers) -> StateRows:
         """Return the rows of the parts of a pass."""
-        read, write = zip(*(part.block_ids[-1] for part in parts), strict=True)
+        read, write = zip(*(part.block_ids[-1][:2] for part in parts), strict=True)
         return cls(None if _is_new(parts[0]) else numbers.put(torch.tensor(read)), numbers.put(torch.tensor(write)))
 
 

@@ -312,7 +312,14 @@ def test_a_checkpoint_in_mxfp4_answers_as_its_numbers_in_float32(tmp_path: Path)
     assert num_as_generate(make_engine(tmp_path), reference) >= 8
 
 
-FULL_SIZES = {"deepseek_v3": 70_272, "gemma3_text": 106_496, "gemma4_text": 143_360, "gpt_oss": 73_728}
+FULL_SIZES = {
+    "deepseek_v3": 70_272,
+    "gemma3_text": 106_496,
+    "gemma4_text": 143_360,
+    "gpt_oss": 73_728,
+    "jetmoe": 196_608,
+    "longcat_flash": 64_512,
+}
 
 
 @pytest.mark.parametrize("kind", FULL_SIZES)

@@ -35,6 +35,14 @@ GEMMA4 = HEADS | WINDOW | BY_LAYER
 SHARED = {"num_kv_shared_layers": 2, "layer_types": TURNS}
 CAPPED = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0, "query_pre_attn_scalar": 16}
 LIMITED = HEADS | WINDOW | CAPPED
+DBRX = {
+    "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10_000.0},
+    "d_model": 64,
+    "ffn_config": {"ffn_hidden_size": 96, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    "max_seq_len": 512,
+    "n_heads": 4,
+    "n_layers": 4,
+}
 SMALL_GPT = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512}
 OFTEN: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT,
@@ -57,6 +65,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "biogpt": {},
     "bitnet": {},
     "cohere2_moe": EXPERTS | WINDOW,
+    "dbrx": DBRX,
     "dots1": EXPERTS | HEADS,
     "ernie4_5_moe": EXPERTS | HEADS | {"moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 1},
     "exaone_moe": EXPERTS | HEADS | WINDOW,
@@ -69,7 +78,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": HEADS,
     "hunyuan_v1_moe": EXPERTS | HEADS,
     "hy_v3": EXPERTS | HEADS,
+    "jetmoe": EXPERTS | {"kv_channels": 16},
     "laguna": EXPERTS | HEADS,
+    "longcat_flash": LATENT | {"head_dim": 8, "moe_topk": 2, "qk_head_dim": 24, "zero_expert_num": 2},
     "minicpm3": LATENT | {"head_dim": 24},
     "minimax_m3_vl_text": EXPERTS | HEADS,
     "ministral3": HEADS,

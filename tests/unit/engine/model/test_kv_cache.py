@@ -78,17 +78,6 @@ def test_one_heads_pages_of_a_block_are_one_contiguous_run() -> None:
     assert head.data_ptr() == cache.layer(2)[4 * 2 + 1].data_ptr()
 
 
-def test_states_are_cleared_by_slot() -> None:
-    cache = KVCache(SPEC, 2, 4)
-    for state in cache.states.values():
-        state.fill_(1)
-    cache.clear_states([1, 3])
-    cache.clear_states([])
-    for state in cache.states.values():
-        assert [bool(row.any()) for row in state] == [True, False, True, False]
-        assert [bool(row.all()) for row in state] == [True, False, True, False]
-
-
 def test_what_is_beyond_8_bit_floats_becomes_their_largest() -> None:
     values = torch.tensor([0.0, 448, 449, 464, 465, 1e30, torch.inf, -500, -torch.inf, 1.0625, 1.1875])
     expected = [0.0, 448, 448, 448, 448, 448, 448, -448, -448, 1.0, 1.25]
@@ -143,17 +132,15 @@ def test_a_spec_in_words() -> None:
     )
 
 
-def test_copies_take_whole_blocks_of_a_group_and_states_in_every_layer() -> None:
+def test_copies_take_whole_blocks_of_a_group_in_every_layer() -> None:
     cache = KVCache(SPEC, 7, 3)
     for tensor in (*cache.groups, *cache.states.values()):
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
     before = [group.clone() for group in cache.groups]
     states = {name: state.clone() for name, state in cache.states.items()}
-    cache.copy_blocks([BlockCopy(0, 5, 2), BlockCopy(1, 0, 6), BlockCopy(0, 2, 3), BlockCopy(2, 1, 0)])
+    cache.copy_blocks([BlockCopy(0, 5, 2), BlockCopy(1, 0, 6), BlockCopy(0, 2, 3)])
     for group, (source, targets) in enumerate([(5, {2, 3}), (0, {6})]):
         for block in range(7):
             expected = before[group][:, source if block in targets else block]
             assert cache.groups[group][:, block].equal(expected), (group, block)
-    for name, state in cache.states.items():
-        assert state[0].equal(states[name][1])
-        assert state[1:].equal(states[name][1:])
+    assert all(state.equal(states[name]) for name, state in cache.states.items()), "a row is never changed"
