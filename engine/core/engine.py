@@ -31,7 +31,7 @@ from engine.core.beams import BeamSearch
 from engine.core.block_pool import BlockChange
 from engine.core.drafting import drafter_of
 from engine.core.group_pool import GroupPool
-from engine.core.kv_spec import EMPTY_PLACE
+from engine.core.kv_spec import EMPTY_PLACE, BlockTables
 from engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Preempted, Refused, Reserved
 from engine.core.pins import Pins
 from engine.core.plan import Schedule
