@@ -154,26 +154,7 @@ class Member:
             keeper = self._keeper = LeaseKeeper(leases, self.worker_id, renew_s=settings.renew_s)
             epoch = await keeper.acquire()
             stack.push_async_callback(keeper.close)
-            self._info = WorkerInfo(
-                id=self.worker_id,
-                role=self._role,
-                address=f"{self.host}:{port}",
-                pid=os.getpid(),
-                node=socket.gethostname(),
-                epoch=epoch,
-                content_id=self.content_id,
-                wire_compat=self.wire_compat,
-                block_size=self.loop.spec.block_size,
-                max_model_len=self.loop.max_model_len,
-                chunk_tokens=self.batch.max_num_batched_tokens,
-                version=VERSION,
-                known_fields=wire.KNOWN_FIELDS,
-                engine=self.loop.name,
-                sampler=self.loop.sampler,
-                incarnation=self.incarnation,
-                computes=self._computes,
-                resumes_anywhere=self.loop.spec.resumes_anywhere,
-            )
+            self._info = self._introduced(epoch, port)
             self.kv.receiver.kv_address = self.info.address
             self._publisher = self._publisher_of(epoch, index)
             await rpc.start()
@@ -238,6 +219,29 @@ class Member:
         if not self.loop.spec.supports_prefix_reuse:
             return None
         return IndexPublisher(index, self.worker_id, epoch, self.loop.keys)
+
+    def _introduced(self, epoch: int, port: int) -> WorkerInfo:
+        """Return the member's description, without how its KV is copied."""
+        return WorkerInfo(
+            id=self.worker_id,
+            role=self._role,
+            address=f"{self.host}:{port}",
+            pid=os.getpid(),
+            node=socket.gethostname(),
+            epoch=epoch,
+            content_id=self.content_id,
+            wire_compat=self.wire_compat,
+            block_size=self.loop.spec.block_size,
+            max_model_len=self.loop.max_model_len,
+            chunk_tokens=self.batch.max_num_batched_tokens,
+            version=VERSION,
+            known_fields=wire.KNOWN_FIELDS,
+            engine=self.loop.name,
+            sampler=self.loop.sampler,
+            incarnation=self.incarnation,
+            computes=self._computes,
+            resumes_anywhere=self.loop.spec.resumes_anywhere,
+        )
 
     def _described(self) -> WorkerInfo:
         """Return the member's description, including how its KV is copied."""

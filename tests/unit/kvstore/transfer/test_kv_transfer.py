@@ -18,7 +18,6 @@ import pytest
 import torch
 from opentelemetry.context import Context
 
-from baton.blocks import block_keys
 from baton.cluster import TransferCounts
 from baton.config import TestingConfig, TransferConfig
 from baton.errors import (
@@ -55,7 +54,6 @@ from tests.unit.kvstore.transfer.peers import (
     SPEC,
     Decode,
     Prefill,
-    Worker,
     decode_side,
     engine_worker,
     filled_cache,
@@ -119,89 +117,6 @@ async def test_blocks_and_states_arrive_as_they_were_and_nothing_else_changes(
         assert await decode.receiver.release(ticket) == ()
 
 
-def with_window(window: int) -> KVSpec:
-    """SPEC whose second group has a window."""
-    return dataclasses.replace(SPEC, groups=(SPEC.groups[0], dataclasses.replace(SPEC.groups[1], window=window)))
-
-
-async def test_each_group_receives_what_it_lacks_of_its_window(link: str) -> None:
-    """The blocks before the window are on neither side; the row of the states is known only at the end."""
-    spec, config = with_window(40), with_link(link)
-    caches = [filled_cache(1, spec)], [KVCache(spec, NUM_BLOCKS, 8)]
-    async with decode_side(config, caches=caches[1]) as decode, prefill_side(config, caches=caches[0]) as prefill:
-        source, target, gone = scattered(13, 1), scattered(13, 2), (EMPTY_PLACE,) * 10
-        for number, (begins, first) in enumerate((((), 10), ((96, 176), 11), ((208, 208), 13))):
-            for tensor in (*decode.cache.groups, *decode.cache.states.values()):
-                tensor.zero_()
-            skip = begins[0] if begins else 0
-            tables = (tuple(target), (*gone, *target[10:]), (5, 6))
-            ticket = decode.receiver.expect(f"t{number}", 208, skip, tables, begins=begins)
-            async with prefill.sender.transfer(ticket) as transfer:
-                transfer.extend((tuple(source[:7]), tuple(source[:7]), ()))
-                transfer.advance(100, 2)
-                transfer.extend((tuple(source), (*gone, *source[10:]), (EMPTY_PLACE, 2)))
-                transfer.advance(208, 5)
-                transfer.extend((tuple(source), (*gone, *source[10:]), (2, 1)))
-                transferred = await transfer.finish(1234)
-            assert await decode.receiver.wait_committed(ticket) == Arrival(208, 1234)
-            assert await decode.receiver.release(ticket) == tables
-            sent = [source[skip // 16 :], source[first:]]
-            for index, (blocks, group) in enumerate(zip(sent, spec.groups, strict=True)):
-                there, start = decode.cache.groups[index], 13 - len(blocks)
-                assert torch.equal(there[:, target[start:]], prefill.cache.groups[index][:, blocks])
-                assert is_blank(decode.cache, [b for b in range(NUM_BLOCKS) if b not in target[start:]], group=index)
-                assert len(group.layers) == len(there)
-            assert torch.equal(decode.cache.states["conv"][5], prefill.cache.states["conv"][2])
-            assert is_blank_states(decode.cache, but_not=5)
-            num_bytes = (len(group.layers) * group.row_bytes for group in spec.groups)
-            assert transferred.num_bytes == sum(n * len(b) for n, b in zip(num_bytes, sent, strict=True)) + 33 * 4
-
-
-@pytest.mark.parametrize(("num_empty", "begin"), [(4, 0), (2, 0), (0, 0), (0, 32), (4, 80)])
-async def test_a_shorter_prefix_fits_if_the_blocks_of_its_window_are_reserved(num_empty: int, begin: int) -> None:
-    """The window of 40 tokens starts in block 4 after 104 tokens, and in block 2 after 80."""
-    spec, config = with_window(40), with_link("tcp")
-    caches = [filled_cache(1, spec)], [KVCache(spec, NUM_BLOCKS, 8)]
-    async with decode_side(config, caches=caches[1]) as decode, prefill_side(config, caches=caches[0]) as prefill:
-        tables = (tuple(range(7)), (EMPTY_PLACE,) * num_empty + tuple(range(num_empty, 7)), (5, 6))
-        ticket = decode.receiver.expect("t", 104, 0, tables, Expected.PREFIX, begins=(0, begin))
-        sending = prefill.sender.transfer(ticket, 80)
-        if num_empty == 4:
-            with pytest.raises(TransferRefused, match="80 of 104 tokens need blocks before the windows"):
-                await sending.__aenter__()
-        else:
-            async with sending as transfer:
-                transfer.extend((tuple(range(10, 15)), (EMPTY_PLACE, EMPTY_PLACE, 12, 13, 14), (2,)))
-                await transfer.finish(None)
-            assert (await decode.receiver.wait_committed(ticket)).num_tokens == 80
-            assert torch.equal(decode.cache.groups[1][:, 2:5], prefill.cache.groups[1][:, 12:15])
-            assert is_blank(decode.cache, [0, 1, *range(5, NUM_BLOCKS)], group=1)
-        assert await decode.receiver.release(ticket) == tables
-
-
-def is_blank_states(cache: KVCache, but_not: int) -> bool:
-    return not any(state[[row for row in range(8) if row != but_not]].any() for state in cache.states.values())
-
-
-@pytest.mark.parametrize("missing", ["row", "block"])
-async def test_what_the_source_lacks_fails_the_transfer(link: str, missing: str) -> None:
-    """It is never replaced by other bytes."""
-    spec, config = with_window(40), with_link(link)
-    caches = [filled_cache(1, spec)], [KVCache(spec, NUM_BLOCKS, 8)]
-    async with decode_side(config, caches=caches[1]) as decode, prefill_side(config, caches=caches[0]) as prefill:
-        ticket = decode.receiver.expect("t", 64, 0, tables_of(decode.receiver, range(4)))
-        windowed, row = ((4, 5, 6, 7), ()) if missing == "row" else ((EMPTY_PLACE, EMPTY_PLACE, 6, 7), (0,))
-        async with prefill.sender.transfer(ticket) as transfer:
-            transfer.extend(((4, 5, 6, 7), windowed, row))
-            transfer.advance(64, 5)
-            with pytest.raises(TransferError):
-                await transfer.finish(1)
-        with pytest.raises(TransferError):
-            await decode.receiver.wait_committed(ticket)
-        await decode.receiver.release(ticket)
-        assert not decode.cache.states["conv"].any()
-
-
 async def test_a_ticket_that_contradicts_itself_is_refused() -> None:
     config = with_link("tcp")
     async with decode_side(config) as decode, prefill_side(config) as prefill:
@@ -212,36 +127,6 @@ async def test_a_ticket_that_contradicts_itself_is_refused() -> None:
         ):
             assert sentence in await refusal(prefill, decode, begins=begins)
         assert "plan this transfer differently" in await refusal(prefill, decode, begins=(0, 16))
-
-
-@pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 2), (2, 1), (2, 4)])
-async def test_states_arrive_at_every_rank_from_one(link: str, src_tp: int, dst_tp: int) -> None:
-    heads = [dataclasses.replace(group, num_kv_heads=4) for group in SPEC.groups]
-    whole = layout_of(dataclasses.replace(SPEC, groups=tuple(heads)))
-    none = dataclasses.replace(whole.groups[0], layers=(), num_kv_heads=0, k_dim=0, v_dim=0)
-    for layout in (whole, dataclasses.replace(whole, groups=(none,))):
-        sides = [dataclasses.replace(layout, tp_size=tp_size) for tp_size in (src_tp, dst_tp)]
-        ours, theirs = (
-            [KVCache(rank_spec(side, rank), NUM_BLOCKS, 8) for rank in range(side.tp_size)] for side in sides
-        )
-        for cache in ours:
-            cache.states["conv"][3] = torch.arange(33)
-        config = with_link(link, slot_bytes=8192)
-        totals = [group.num_kv_heads for group in layout.groups]
-        async with (
-            decode_side(config, caches=theirs, heads=totals) as decode,
-            prefill_side(config, caches=ours, heads=totals) as prefill,
-        ):
-            tables = tables_of(decode.receiver, range(4), 5)
-            ticket = decode.receiver.expect("t", 64, 0, tables)
-            transferred = await send(prefill, ticket, range(4), state_slot=3)
-            await decode.receiver.wait_committed(ticket)
-            await decode.receiver.release(ticket)
-            kv_bytes = 4 * sum(len(g.layers) * g.row_bytes for g in heads) if layout is whole else 0
-            assert transferred.num_bytes == kv_bytes + dst_tp * 33 * 4
-        for cache in theirs:
-            assert torch.equal(cache.states["conv"][5], torch.arange(33.0))
-            assert is_blank_states(cache, but_not=5)
 
 
 async def test_transfers_over_two_pairs_at_once_do_not_mix(link: str) -> None:
@@ -1263,63 +1148,6 @@ async def test_a_prefix_of_a_dead_source_is_computed_and_soon(link: str, death: 
         await here.check_idle()
         await until(lambda: there.loop.engine.is_idle, SOON_S)
         there.loop.engine.check()
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "states": {"with_state": True},
-    "window": {"window": 40},
-    "both": {"with_state": True, "window": 40},
-}
-PLACE_BYTES = {"states": (32, 0, 8), "window": (32, 16, 0), "both": (32, 16, 8)}
-"""Bytes of a token in the group without a window and in the one with it, and of a state."""
-
-
-async def fetched(here: Worker, there: Worker, prompt: Sequence[int], num_tokens: int) -> int:
-    spec = make_spec(prompt, request_id="pull")
-    return await here.kv.prefixes.fetch(spec, there.source(num_tokens), time.monotonic(), Context())
-
-
-async def cached_tokens(worker: Worker, prompt: Sequence[int], **kind: Any) -> int:
-    """The cached tokens of a prompt whose answer is right."""
-    async with worker.loop.sequence(make_spec(prompt), Purpose.GENERATE) as handle:
-        with_state = kind.get("with_state", False)
-        assert await read_all(handle) == expected_tokens(prompt, 4, with_state=with_state)
-        return handle._sequence.num_cached_tokens
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_prefix_with_its_states_and_windows_is_pulled(link: str, kind: str) -> None:
-    """It carries exactly the missing blocks and one state, and a sequence continues from it."""
-    config, (token, windowed, state) = with_link(link), PLACE_BYTES[kind]
-    async with (
-        engine_worker("here", ArithmeticRunner(64, **KINDS[kind]), config) as here,
-        engine_worker("there", ArithmeticRunner(64, **KINDS[kind]), config) as there,
-    ):
-        await cached_tokens(there, PROMPT, **KINDS[kind])
-        assert await fetched(here, there, PROMPT, 96) == 96
-        window = 48 if windowed else 0  # from the block of the 40th last token on
-        assert there.kv.counts().sent_bytes == 96 * token + window * windowed + state
-        await here.check_idle()
-        assert await cached_tokens(here, PROMPT, **KINDS[kind]) == 96
-        assert await fetched(here, there, PROMPT, 96) == 0, "is here"
-        longer = [*PROMPT, *range(1, 71)]
-        assert await cached_tokens(there, longer, **KINDS[kind]) >= 96
-        sent, held = there.kv.counts().sent_bytes, await resumable(here, longer)
-        assert held >= 96
-        assert await fetched(here, there, longer, 160) == 160 - held
-        assert await cached_tokens(here, longer, **KINDS[kind]) == 160
-        assert there.kv.counts().sent_bytes - sent == (160 - 96) * token + (160 - 112) * windowed + state
-        counts = here.kv.counts()
-        assert (counts.failed_pulls, counts.committed) == (0, 2)
-        await here.check_idle()
-        await there.check_idle()
-
-
-async def resumable(worker: Worker, prompt: Sequence[int]) -> int:
-    spec = make_spec(prompt)
-    pin = await worker.loop.pin_prefix(block_keys(spec.cache_seed, prompt[: len(prompt) - 1]))
-    worker.loop.unpin(pin)
-    return pin.num_tokens
 
 
 async def test_nothing_is_pulled_for_a_model_of_whole_prompts_or_from_oneself() -> None:

@@ -8,7 +8,9 @@ A world is a tuple of plain values. `explore` visits every world that can follow
 raises `Violation`, with the way that leads there, as soon as one of these does not hold:
 
 - a chunk is gathered only out of pinned blocks, and written only into blocks that its reservation holds until it is in;
-- where the ledger says committed, each block holds the chunk that the plan puts there, of this very reservation;
+- where the ledger says committed, each block holds the chunk that the plan puts there, of this very reservation, and
+  those into which no chunk goes are as they were;
+- a state leaves only once everything is computed;
 - blocks come back once a reservation, pins are dropped once a transfer, each side tells one outcome;
 - the sender says committed only where the ledger has;
 - every run ends, which is to say that no world comes after itself; and where it ends, all blocks are back, all pins
@@ -83,6 +85,10 @@ class Scenario:
     """By transfer and session; None: the session has no part in it. A chunk is a block."""
     num_blocks: int
     """Of the receiver."""
+    num_held: int = 0
+    """Blocks of each reservation into which no chunk goes: the receiver has them, or they are before a window."""
+    states_from: tuple[int, ...] = ()
+    """Sessions whose last chunk is a state, which is ready once everything is computed."""
     num_faults: int = 0
     """Messages or chunks lost, doubled, late, corrupt; a session or a side lost; time that passes too early."""
     num_cancels: int = 0
@@ -338,8 +344,9 @@ class Model:
             if world.gathering[s]:
                 yield "gather ends", s
             else:
-                for index in range(len(world.outbounds[s])):
-                    yield "gather begins", s, index
+                for index, (generation, seq) in enumerate(world.outbounds[s]):
+                    if world.finished[generation - 1] or not self._is_state(generation - 1, s, seq):
+                        yield "gather begins", s, index
             if world.scattering[s] is not None:
                 yield "scatter ends", s
             elif world.link[s]:
@@ -393,7 +400,10 @@ class Model:
         return (t == 0 or world.phase[t - 1] != TODO) and world.holder.count(0) >= self._num_blocks(t)
 
     def _num_blocks(self, t: int) -> int:
-        return sum(num or 0 for num in self.scenario.num_chunks[t])
+        return self.scenario.num_held + sum(num or 0 for num in self.scenario.num_chunks[t])
+
+    def _is_state(self, t: int, s: int, seq: int) -> bool:
+        return s in self.scenario.states_from and seq + 1 == self.scenario.num_chunks[t][s]
 
     def _parts(self, t: int) -> list[int]:
         return [s for s in self._sessions if self.scenario.num_chunks[t][s] is not None]
@@ -617,7 +627,8 @@ class Model:
         """Where a chunk belongs, in the blocks that the reservation still holds."""
         held = [block for block, holder in enumerate(world.holder) if holder == generation]
         assert len(held) == self._num_blocks(generation - 1), "a scatter writes into blocks that are somebody else's"
-        return held[sum(num or 0 for num in self.scenario.num_chunks[generation - 1][:s]) + seq]
+        before = sum(num or 0 for num in self.scenario.num_chunks[generation - 1][:s])
+        return held[self.scenario.num_held + before + seq]
 
     # -- what the machines decide ------------------------------------------------------------------------------------
 
@@ -635,6 +646,10 @@ class Model:
                         for seq in range(self.scenario.num_chunks[t][s] or 0):
                             block = self._block(world, generation, s, seq)
                             assert world.content[block] == (generation, s, seq), f"block {block} is not what was sent"
+                            assert not self._is_state(t, s, seq) or world.finished[t], "a state has come too early"
+                    blocks = [block for block, holder in enumerate(world.holder) if holder == generation]
+                    is_same = all(world.content[block] is None for block in blocks[: self.scenario.num_held])
+                    assert is_same, "a block was written for which there is no chunk"
                     self._settled(world, t, COMMITTED)
                 case "TransferFailed":
                     self._settled(world, t, FAILED)

@@ -5,6 +5,8 @@ What can go wrong twice, and two transfers at a time, is `test_explorer_of_two_f
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.errors import BatonError, TransferError
@@ -18,6 +20,9 @@ from tests.unit.kvstore.transfer.protocol.explorer import Scenario, Violation, e
 
 ONE = Scenario(name="one transfer of two chunks", num_chunks=((2,),), num_blocks=2)
 SAME_BLOCK = Scenario(name="two transfers, one after the other in one block", num_chunks=((1,), (1,)), num_blocks=1)
+STATEFUL = Scenario(
+    name="a block of a window, and a state", num_chunks=((2,),), num_blocks=3, num_held=1, states_from=(0,)
+)
 TWO_SOURCES = Scenario(name="one transfer from two sources", num_chunks=((1, 1),), num_blocks=2)
 
 
@@ -27,6 +32,8 @@ TWO_SOURCES = Scenario(name="one transfer from two sources", num_chunks=((1, 1),
         (with_budget(ONE, 1, 1), 5000),
         (with_budget(SAME_BLOCK, 1, 0), 1900),
         (with_budget(TWO_SOURCES, 0, 1), 4000),
+        (with_budget(STATEFUL, 1, 1), 2500),
+        (with_budget(replace(TWO_SOURCES, name="two sources, a state from one", states_from=(1,)), 0, 1), 1000),
     ],
     ids=str,
 )
@@ -212,6 +219,8 @@ class TellsAFailureTwice(BrokenOffers):
         (FreesTwice, with_budget(ONE, 0, 0), "freed again"),
         (CountsAChunkTwice, with_budget(ONE, 1, 0), "not what was sent"),
         (CommitsWithoutAllChunks, with_budget(ONE, 0, 0), "not what was sent"),
+        (CommitsWithoutAllChunks, with_budget(STATEFUL, 0, 0), "not what was sent"),
+        (CommitsBeforeTheLastChunk, with_budget(STATEFUL, 0, 0), "waits for a timeout"),
         (CommitsWithOneSource, with_budget(TWO_SOURCES, 0, 0), "not what was sent"),
         (WritesAfterAFailure, with_budget(SAME_BLOCK, 0, 1), "somebody else's"),
         (IsRevivedByALateOffer, with_budget(ONE, 2, 0), "a second outcome"),

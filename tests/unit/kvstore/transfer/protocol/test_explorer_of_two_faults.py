@@ -44,6 +44,18 @@ SCENARIOS = [
         80_000,
         marks=pytest.mark.chaos,
     ),
+    (
+        Scenario(
+            name="a block of a window, and a state",
+            num_chunks=((2,),),
+            num_blocks=3,
+            num_held=1,
+            states_from=(0,),
+            num_faults=2,
+            num_cancels=1,
+        ),
+        10_000,
+    ),
     (Scenario(name="two sources", num_chunks=((1, 1),), num_blocks=2, num_faults=1), 20_000),
     pytest.param(
         Scenario(name="two sources, then one", num_chunks=((1, 1), (1, None)), num_blocks=2, num_faults=1),

@@ -150,7 +150,7 @@ def test_a_window_begins_with_the_block_of_its_first_token() -> None:
 def test_the_begins_of_a_ticket() -> None:
     assert begins_of(ticket_for(windowed(16), 300, 160), 300) == (160, 160)
     assert begins_of(ticket_for(windowed(16), 300, 160, (160, 208)), 300) == (160, 208)
-    assert begins_of(ticket_for(layout(), 300, 160), 16) == (160, 160), "what it has is no harm"
+    assert begins_of(ticket_for(layout(), 300, 160), 160) == (160, 160), "a state may be missing"
     assert begins_of(ticket_for(windowed(16), 99), 16) == (0, 0), "both windows start at 0"
     assert begins_of(ticket_for(windowed(64), 300, 0, (0, 192)), 292) == (0, 192), "both start in the block at 192"
     assert begins_of(ticket_for(windowed(64), 300, 0, (0, 256)), 292) == (0, 256), "it has the start of both"
@@ -162,7 +162,8 @@ def test_the_begins_of_a_ticket() -> None:
     [
         (ticket_for(layout(), 300, 0, (0,)), 300, "a ticket for 2 layer groups has 1 begins"),
         (ticket_for(layout(), 300, 0, (0, 0, 0)), 300, "has 3 begins"),
-        (ticket_for(layout(), 300, 304), 300, r"must begin within the ticket's 300 tokens, got \[304, 304\]"),
+        (ticket_for(layout(), 300, 160), 144, "the receiver has more than 144 tokens already: 160"),
+        (ticket_for(layout(), 300, 304), 304, r"must begin within the ticket's 300 tokens, got \[304, 304\]"),
         (ticket_for(layout(), 300, 0, (0, 304)), 300, r"within the ticket's 300 tokens, got \[0, 304\]"),
         (ticket_for(layout(), 300, 0, (-16, 0)), 300, r"within the ticket's 300 tokens, got \[-16, 0\]"),
         (
