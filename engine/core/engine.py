@@ -31,7 +31,7 @@ from engine.core.beams import BeamSearch
 from engine.core.block_pool import BlockChange
 from engine.core.drafting import drafter_of
 from engine.core.group_pool import GroupPool
-from engine.core.kv_spec import EMPTY_PLACE
+from engine.core.kv_spec import EMPTY_PLACE, BlockTables
 from engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Preempted, Refused, Reserved
 from engine.core.pins import Pins
 from engine.core.plan import Schedule
@@ -153,7 +153,8 @@ class Engine:
         """
         begins = (group.first_block(sequence.num_tokens) for group in self.pool.groups)
         tables = zip(sequence.block_ids, begins, strict=False)
-        return self._pins.take(tuple((EMPTY_PLACE,) * begin + table[begin:] for table, begin in tables))
+        states: BlockTables = ((),) if self.pool.rows is not None else ()
+        return self._pins.take((*((EMPTY_PLACE,) * begin + table[begin:] for table, begin in tables), *states))
 
     def pin_prefix(self, keys: SequenceOf[bytes]) -> Pin:
         """Pin the longest cached prefix of a chain of keys, one per hash block of 16 tokens (see `baton.blocks`)."""

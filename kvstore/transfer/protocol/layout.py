@@ -99,6 +99,8 @@ def begins_of(ticket: Ticket, num_tokens: int) -> tuple[int, ...]:
     begins = ticket.begins or (ticket.skip_tokens,) * len(layout.groups)
     if len(begins) != len(layout.groups):
         raise ValueError(f"a ticket for {len(layout.groups)} layer groups has {len(begins)} begins")
+    if num_tokens < ticket.skip_tokens:
+        raise ValueError(f"the receiver has more than {num_tokens} tokens already: {ticket.skip_tokens}")
     if not all(0 <= begin <= ticket.num_tokens for begin in begins):
         raise ValueError(f"KV must begin within the ticket's {ticket.num_tokens} tokens, got {list(begins)}")
     starts = zip(window_begins(layout, num_tokens), window_begins(layout, ticket.num_tokens), begins, strict=True)
