@@ -258,6 +258,7 @@ class Member:
             waiting=load.waiting,
             queued_tokens=load.queued_tokens,
             blocks=load.blocks,
+            state_rows=load.state_rows,
             preemptions=load.preemptions,
             costs=load.costs,
             busy_s=load.busy_s,
