@@ -66,6 +66,7 @@ class Member:
             max_num_batched_tokens=batch.max_num_batched_tokens,
             output_reservation=config.engine.output_reservation,
             max_draft_tokens=config.engine.max_draft_tokens if config.engine.speculation == "ngram" else 0,
+            snapshot_tokens=config.engine.snapshot_tokens,
         )
         self.loop: ServingEngine = EngineLoop(
             Engine(runner, limits),

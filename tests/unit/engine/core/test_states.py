@@ -22,6 +22,7 @@ from tests.unit.engine.core.test_engine import (
     make_engine,
     make_spec,
     numbers,
+    step,
 )
 
 GRID = 64
