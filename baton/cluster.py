@@ -204,6 +204,11 @@ class WorkerInfo:
     Empty: a release that did not announce it, to which no connection is opened ahead.
     """
     computes: Computes = Computes()
+    resumes_anywhere: bool = True
+    """True if the worker can continue a sequence after each block that it caches.
+
+    Otherwise its model has states or windows, and the index has only the blocks after which it can continue one.
+    """
 
     @property
     def label(self) -> str:
@@ -223,6 +228,9 @@ class WorkerLoad:
     queued_tokens: int = 0
     """Known tokens that are neither computed nor cached yet."""
     blocks: BlockCounts = field(default_factory=BlockCounts)
+    state_rows: BlockCounts = field(default_factory=BlockCounts)
+    """Rows of the pool of recurrent layers' states; `cached`: snapshots. No rows: the model has no states, or the
+    release does not count them."""
     self_check: str = "ok"
     transfers: TransferCounts = field(default_factory=TransferCounts)
     connections: tuple[OpenConnections, ...] = ()

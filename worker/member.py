@@ -172,6 +172,7 @@ class Member:
                 sampler=self.loop.sampler,
                 incarnation=self.incarnation,
                 computes=self._computes,
+                resumes_anywhere=self.loop.spec.resumes_anywhere,
             )
             self.kv.receiver.kv_address = self.info.address
             self._publisher = self._publisher_of(epoch, index)
@@ -257,6 +258,7 @@ class Member:
             waiting=load.waiting,
             queued_tokens=load.queued_tokens,
             blocks=load.blocks,
+            state_rows=load.state_rows,
             preemptions=load.preemptions,
             costs=load.costs,
             busy_s=load.busy_s,

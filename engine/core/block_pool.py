@@ -74,6 +74,10 @@ class BlockPool:
         """Return whether content with this key is cached or in use."""
         return key in self._block_of
 
+    def has_key(self, block: int) -> bool:
+        """Return whether a block is registered."""
+        return block in self._key_of
+
     def is_exclusive(self, block: int) -> bool:
         """Return whether a block in use has one user and no key, so that its user may write it."""
         return self._refs[block] == 1 and block not in self._key_of

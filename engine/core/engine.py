@@ -31,7 +31,7 @@ from engine.core.beams import BeamSearch
 from engine.core.block_pool import BlockChange
 from engine.core.drafting import drafter_of
 from engine.core.group_pool import GroupPool
-from engine.core.kv_spec import EMPTY_PLACE
+from engine.core.kv_spec import EMPTY_PLACE, BlockTables
 from engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Preempted, Refused, Reserved
 from engine.core.pins import Pins
 from engine.core.plan import Schedule
@@ -153,7 +153,8 @@ class Engine:
         """
         begins = (group.first_block(sequence.num_tokens) for group in self.pool.groups)
         tables = zip(sequence.block_ids, begins, strict=False)
-        return self._pins.take(tuple((EMPTY_PLACE,) * begin + table[begin:] for table, begin in tables))
+        states: BlockTables = ((),) if self.pool.rows is not None else ()
+        return self._pins.take((*((EMPTY_PLACE,) * begin + table[begin:] for table, begin in tables), *states))
 
     def pin_prefix(self, keys: SequenceOf[bytes]) -> Pin:
         """Pin the longest cached prefix of a chain of keys, one per hash block of 16 tokens (see `baton.blocks`)."""
@@ -407,6 +408,7 @@ class Engine:
             waiting=self.num_waiting + len(self.scheduler.reserved),
             queued_tokens=sum(s.num_tokens - self.scheduler.blocks.num_present_tokens(s) for s in to_compute),
             blocks=self.blocks,
+            state_rows=BlockCounts() if self.pool.rows is None else self.pool.rows.counts(),
             preemptions=self.scheduler.num_preemptions,
             costs=self.costs,
             busy_s=self._busy_s,

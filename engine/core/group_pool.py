@@ -172,7 +172,7 @@ class GroupPool:
         """
         assert self.rows is not None
         row, *spare = table
-        if self.rows.is_exclusive(row):
+        if not self.rows.has_key(row):
             fresh = self.rows.allocate(1)
             if fresh is None:
                 return table

@@ -64,11 +64,17 @@ class Mirror:
         self._sweeping = 0
         self._unswept: Iterator[bytes] = iter(())
 
-    def lookup(self, keys: Sequence[bytes]) -> dict[str, int]:
+    def lookup(self, keys: Sequence[bytes], *, resumes_anywhere: bool = True) -> dict[str, int]:
         """Return, for every live worker that owns the first key, how many of the keys it owns without a gap.
 
         A bare block key looks up blocks on the device.
+
+        Args:
+            resumes_anywhere: False: workers own only the keys after which they can continue a sequence. Then a worker's
+                number ends with the last key that it owns, whether or not it owns those before.
         """
+        if not resumes_anywhere:
+            return self._lookup_last(keys)
         found: dict[str, int] = {}
         held = self._alive
         num_blocks = 0
@@ -208,6 +214,18 @@ class Mirror:
             assert bool(self._alive & owner.bit) == owner.leased, "the alive mask is wrong"
         assert self._worker_of == {owner.bit: owner.worker_id for owner in self._owners.values()}, "bits misnamed"
         assert not self._alive & ~sum(self._worker_of), "a bit is alive without a worker"
+
+    def _lookup_last(self, keys: Sequence[bytes]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        missing = self._alive
+        for num_blocks in range(len(keys), 0, -1):
+            owners = self._masks.get(keys[num_blocks - 1], 0) & missing
+            if owners:
+                self._note(found, owners, num_blocks)
+                missing &= ~owners
+                if not missing:
+                    break
+        return found
 
     def _note(self, found: dict[str, int], bits: int, num_blocks: int) -> None:
         for bit in _bits(bits):

@@ -21,7 +21,7 @@ from baton.v1 import kv_pb2, kv_pb2_grpc
 from kvstore.transfer.copy.blocks import choose_copies
 from kvstore.transfer.device import LOSSES
 from kvstore.transfer.prefix_pull import PrefixPuller
-from kvstore.transfer.protocol.layout import block_size_of
+from kvstore.transfer.protocol.layout import begins_of
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
 from kvstore.transfer.transport.nccl import num_nccl_stalls
@@ -30,6 +30,7 @@ from kvstore.transfer.transport.streams import num_shared_streams
 
 if TYPE_CHECKING:
     from baton.config import TransferConfig
+    from baton.messages import Ticket
     from engine.core.serving import ServingEngine
     from kvstore.transfer.local_worker import LocalWorker
 
@@ -141,10 +142,14 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         if self._keys is not None:
             permit = open_permit(pull.permit, self._keys)
             check_permit(permit, self._party, ticket, pull.block_keys, time.time())
-        pin = await self._engine.pin_prefix(pull.block_keys)
+        self.sender.require_compatible(ticket)
+        keys = pull.block_keys
+        if not self._engine.spec.resumes_anywhere:  # a part of the prefix is of no use: its state is that of the whole
+            keys = keys[: ticket.num_tokens // HASH_BLOCK]
+        pin = await self._engine.pin_prefix(keys)
         try:
-            num_tokens = min(len(pin.block_ids[0]) * block_size_of(self.sender.layout, 0), ticket.num_tokens)
-            if num_tokens <= ticket.skip_tokens:
+            num_tokens = min(pin.num_tokens, ticket.num_tokens)
+            if not self._is_useful(ticket, num_tokens):
                 return kv_pb2.PullResponse(num_tokens=0)
             async with self.sender.transfer(ticket, num_tokens) as transfer:
                 transfer.extend(pin.block_ids)
@@ -152,3 +157,15 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
             return kv_pb2.PullResponse(num_tokens=num_tokens)
         finally:
             self._engine.unpin(pin)
+
+    def _is_useful(self, ticket: Ticket, num_tokens: int) -> bool:
+        """Return whether the worker of a ticket can use its first `num_tokens` tokens."""
+        if self._engine.spec.resumes_anywhere:
+            return num_tokens > ticket.skip_tokens
+        if num_tokens == 0 or num_tokens % ticket.layout.block_size:
+            return False
+        try:
+            begins_of(ticket, num_tokens)
+        except ValueError:
+            return False
+        return True

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton import wire
-from baton.blocks import num_pullable, prefix_keys
+from baton.blocks import HASH_BLOCK, num_pullable, prefix_keys
 from baton.errors import BatonError, TransferTimeout
 from baton.messages import PrefixSource, Pull, SequenceSpec
 from baton.rpc import from_rpc_error
@@ -90,7 +90,8 @@ class PrefixPuller:
             reserved = await sequence.next()
             assert isinstance(reserved, Reserved)
             num_tokens, skip_tokens = reserved.num_tokens, reserved.num_cached_tokens
-            if skip_tokens >= num_tokens:
+            num_held = await self._num_held(reserved, keys)
+            if num_held >= num_tokens:
                 return 0
             name = f"{prefix.sequence_id}/prefix@{self._worker_id}"
             expected, tables = Expected.PREFIX, reserved.block_ids
@@ -105,7 +106,18 @@ class PrefixPuller:
             if arrival is None:
                 return 0
             sequence.adopt(arrival.num_tokens)
-            return arrival.num_tokens - skip_tokens
+            return arrival.num_tokens - num_held
+
+    async def _num_held(self, reserved: Reserved, keys: tuple[bytes, ...]) -> int:
+        """Return after how many tokens of a prefix the engine can continue without a pull.
+
+        It may have further blocks, without the states or windows that belong to them.
+        """
+        if self._engine.spec.resumes_anywhere:
+            return reserved.num_cached_tokens
+        pin = await self._engine.pin_prefix(keys[: reserved.num_tokens // HASH_BLOCK])
+        self._engine.unpin(pin)
+        return pin.num_tokens
 
     async def _pull(self, pull: Pull, source: PrefixSource) -> Arrival | None:
         """Ask the source, and wait for the KV; returns None if the source has no more than this worker."""
@@ -120,7 +132,7 @@ class PrefixPuller:
                 if arriving.done():
                     arriving.result()  # a failure ends the wait for the source, which may be dead
                 response = await asked
-                return await arriving if response.num_tokens > pull.ticket.skip_tokens else None
+                return await arriving if response.num_tokens else None
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, source.worker_id) from error
             finally:

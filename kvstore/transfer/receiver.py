@@ -147,7 +147,7 @@ class KvReceiver:
             ValueError: there are too few blocks, an empty place would be written, or a begin is not block-aligned.
         """
         wanted = begins or (skip_tokens,) * len(self.layout.groups)
-        firsts = window_begins(self.layout, num_tokens)
+        firsts, reserved = window_begins(self.layout, num_tokens), list[int]()
         for index, (table, begin, first) in enumerate(zip(block_ids, wanted, firsts, strict=False)):
             size = block_size_of(self.layout, index)
             num_blocks = num_blocks_for(num_tokens, size)
@@ -155,8 +155,10 @@ class KvReceiver:
                 raise ValueError(f"KV must begin at a multiple of {size} up to {num_tokens}, got {begin}")
             if len(table) < num_blocks:
                 raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, got {len(table)}")
-            if EMPTY_PLACE in table[max(begin, first) // size : num_blocks]:
+            num_empty = max((n for n, block in enumerate(table[:num_blocks], 1) if block == EMPTY_PLACE), default=0)
+            if num_empty * size > max(begin, first):
                 raise ValueError(f"KV cannot be received into an empty place of {table}")
+            reserved.append(max(begin, num_empty * size))
         if self.layout.states and block_ids[-1][:1] in ((), (EMPTY_PLACE,)):
             raise ValueError(f"states cannot be received without a row for them, got {block_ids[-1]}")
         ticket = Ticket(
@@ -170,7 +172,7 @@ class KvReceiver:
             wire_compat=self._worker.wire_compat,
             layout=self.layout,
             force_first_token=expected is Expected.WITH_FIRST_TOKEN,
-            begins=() if set(wanted) <= {skip_tokens} else wanted,
+            begins=() if set(reserved) <= {skip_tokens} else tuple(reserved),
         )
         return self._reservations.add(ticket, block_ids, expected)
 

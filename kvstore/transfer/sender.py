@@ -206,6 +206,17 @@ class KvSender:
         self._stats.transfer_s += transferred.transfer_s
         self._stats.exposed_s += transferred.exposed_s
 
+    def require_compatible(self, ticket: Ticket) -> None:
+        """Raise TransferRefused, with the difference, if a ticket's worker cannot have KV of this one."""
+        difference = mismatch(self.layout, ticket.layout, self._config.wire_dtype)
+        if ticket.wire_compat != self._worker.wire_compat:
+            raise TransferRefused(
+                f"worker {ticket.decode_worker_id} has KV of kind {ticket.wire_compat}, "
+                f"this worker {self._worker.wire_compat}{difference and f': {difference}'}"
+            )
+        if difference:
+            raise TransferRefused(difference)
+
     def count_failure(self, error: BatonError) -> None:
         """Count a failed transfer."""
         self._stats.count_failure(error)
@@ -215,14 +226,7 @@ class KvSender:
         here, there = self.layout, ticket.layout
         if num_tokens > (most := self._worker.max_tokens):
             raise TransferRefused(f"{num_tokens} tokens are to be sent; this worker's cache holds at most {most}")
-        difference = mismatch(here, there, self._config.wire_dtype)
-        if ticket.wire_compat != self._worker.wire_compat:
-            raise TransferRefused(
-                f"worker {ticket.decode_worker_id} has KV of kind {ticket.wire_compat}, "
-                f"this worker {self._worker.wire_compat}{difference and f': {difference}'}"
-            )
-        if difference:
-            raise TransferRefused(difference)
+        self.require_compatible(ticket)
         parts = {}
         try:
             begins = begins_of(ticket, num_tokens)

@@ -32,7 +32,7 @@ class PoolView:
     """Snapshot of the pools, fed by `update` (leases) and by the router's own placements.
 
     Args:
-        lookup: prompt keys -> number of leading blocks that each worker is believed to hold.
+        lookup: prompt keys -> number of leading blocks that each worker is believed to hold; see `Mirror.lookup`.
         clock: monotonic seconds.
         longest: longest sequence that the model supports; caps the limits that workers report.
         lease_s: time for which a dead worker may still be listed; a suspected worker gets no work for as long.
@@ -40,7 +40,7 @@ class PoolView:
 
     def __init__(
         self,
-        lookup: Callable[[tuple[bytes, ...]], dict[str, int]],
+        lookup: Callable[..., dict[str, int]],
         clock: Callable[[], float],
         longest: int = UNKNOWN_LENGTH,
         lease_s: float = 0.0,
@@ -54,6 +54,8 @@ class PoolView:
         self._short: dict[str, int] = {}
         """Worker with a much lower limit than the others -> the longest sequence that it holds."""
         self._block_size = HASH_BLOCK
+        self._resumes_anywhere = True
+        """False if a worker says that its model does not: all workers serve the same one."""
         self._loads: dict[tuple[str, int], LoadTracker] = {}
         """Load by worker and epoch: a new incarnation does not inherit jobs."""
         self._ready: list[LoadTracker] = []
@@ -96,6 +98,7 @@ class PoolView:
         self._short = self._much_shorter(infos, lengths)
         self._max_model_len = min((lengths[worker_id] for worker_id in lengths.keys() - self._short), default=None)
         self._block_size = mode(info.block_size for info in infos) if infos else HASH_BLOCK
+        self._resumes_anywhere = all(info.resumes_anywhere for info in infos)
         lacking = {info.id: wire.fields_unknown_to(info.known_fields) for info in infos}
         self._lacking = {worker_id: fields for worker_id, fields in lacking.items() if fields}
         self._samplers = tuple(sorted({info.sampler for info in infos}))
@@ -218,7 +221,7 @@ class PoolView:
         Args:
             turn: the request's turn; see `router.placement.Turn`.
         """
-        held = self._lookup(prompt.block_keys)
+        held = self._lookup(prompt.block_keys) if self._resumes_anywhere else self._resume_points(prompt)
         now = self._clock()
         ready = self._ready
         if excluded or self._suspects or self._leaving:
@@ -231,6 +234,16 @@ class PoolView:
         if self._draining:
             ready = ready + self._draining
         return [book.seen(turn, min(held.get(book.worker_id, 0) * book.block_size, num_tokens), now) for book in ready]
+
+    def _resume_points(self, prompt: Prompt) -> dict[str, int]:
+        """Return, in each worker's blocks, the prefix after which it can continue a prompt.
+
+        It is shorter than the prompt, because the last token is computed.
+        """
+        size = self._block_size
+        found = self._lookup(prompt.block_keys[: (prompt.num_tokens - 1) // size], resumes_anywhere=False)
+        workers = ((self._workers.get(worker_id), number) for worker_id, number in found.items())
+        return {worker.info.id: number * size // worker.info.block_size for worker, number in workers if worker}
 
     def wait_s(self, worker: Worker, turn: Turn) -> float:
         """Return the time to compute a worker's queued prompts whose turn is not after `turn`, in seconds."""

@@ -89,8 +89,8 @@ def window_begins(layout: KvLayout, num_tokens: int) -> tuple[int, ...]:
 def begins_of(ticket: Ticket, num_tokens: int) -> tuple[int, ...]:
     """Return, by group, the token from which KV is wanted if a sender has `num_tokens` of an untrusted ticket's tokens.
 
-    The receiver has reserved no blocks before its windows. So a group whose window starts in an earlier block after
-    `num_tokens` tokens than after the ticket's tokens cannot be received.
+    The fewer tokens there are, the earlier a window starts. The receiver has blocks from where the group begins, or if
+    it has the start of the window already, from there.
 
     Raises:
         ValueError: the receiver cannot take so few tokens, or the ticket contradicts itself.
@@ -99,9 +99,12 @@ def begins_of(ticket: Ticket, num_tokens: int) -> tuple[int, ...]:
     begins = ticket.begins or (ticket.skip_tokens,) * len(layout.groups)
     if len(begins) != len(layout.groups):
         raise ValueError(f"a ticket for {len(layout.groups)} layer groups has {len(begins)} begins")
+    if num_tokens < ticket.skip_tokens:
+        raise ValueError(f"the receiver has more than {num_tokens} tokens already: {ticket.skip_tokens}")
     if not all(0 <= begin <= ticket.num_tokens for begin in begins):
         raise ValueError(f"KV must begin within the ticket's {ticket.num_tokens} tokens, got {list(begins)}")
-    if window_begins(layout, num_tokens) != window_begins(layout, ticket.num_tokens):
+    starts = zip(window_begins(layout, num_tokens), window_begins(layout, ticket.num_tokens), begins, strict=True)
+    if any(start < min(reserved, begin) for start, reserved, begin in starts):
         raise ValueError(
             f"{num_tokens} of {ticket.num_tokens} tokens need blocks before the windows, which are not reserved"
         )

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.blocks import block_keys
+from baton.cluster import BlockCounts
 from baton.costs import PRIOR
 from baton.errors import InvalidRequest
 from baton.messages import SequenceSpec
@@ -854,6 +855,17 @@ def test_the_longest_cached_prefix_of_a_key_chain_is_pinned(block_size: int) -> 
     assert is_empty(engine)
 
 
+def test_the_load_counts_the_rows_of_states() -> None:
+    engine = make_engine(with_state=True, max_num_seqs=8)
+    assert engine.load().state_rows == BlockCounts(32, free=32)
+    running = engine.add(make_spec(numbers(1, 40)), Purpose.GENERATE, 0.0)
+    step(engine)
+    assert engine.load().state_rows == BlockCounts(32, free=29, in_use=3), "a snapshot and two"
+    engine.end(running)
+    assert engine.load().state_rows == BlockCounts(32, free=31, cached=1)
+    assert make_engine().load().state_rows == BlockCounts()
+
+
 def test_a_prefix_of_a_model_with_state_is_pinned_and_adopted_with_a_row() -> None:
     engine, prompt = make_engine(with_state=True), numbers(1, 40)
     receiver = engine.add(make_spec(prompt, 0), Purpose.RECEIVE, 0.0)
@@ -891,7 +903,7 @@ def test_adopted_kv_is_found_by_who_comes_later(num_arrived: int, num_cached: in
     prompt = numbers(1, 70)
     receiver, reserved = reserve_to_fill(engine, prompt)
     assert reserved.num_cached_tokens == 0
-    write_prompt_kv(engine.runner.caches[0], receiver, 0)
+    write_prompt_kv(engine.runner.caches[0], receiver, (0,))
     assert engine.take_block_events() == []
     engine.adopt(receiver, num_arrived)
     engine.check()
@@ -929,7 +941,7 @@ def test_adopting_what_was_computed_meanwhile_keeps_one_copy() -> None:
     receiver, _ = reserve_to_fill(engine, prompt)
     engine.add(make_spec(prompt, 1, name="computed"), Purpose.GENERATE, 0.0)
     drain(engine)
-    write_prompt_kv(engine.runner.caches[0], receiver, 0)
+    write_prompt_kv(engine.runner.caches[0], receiver, (0,))
     engine.adopt(receiver, 40)
     engine.check()
     assert len(engine.pool.keys()) == 2
@@ -942,7 +954,7 @@ def test_adopted_in_parts_it_can_still_be_inserted() -> None:
     prompt = numbers(1, 70)
     receiver = engine.add(make_spec(prompt, 10), Purpose.RECEIVE, 0.0)
     drain(engine)
-    write_prompt_kv(engine.runner.caches[0], receiver, 0)
+    write_prompt_kv(engine.runner.caches[0], receiver, (0,))
     for num_tokens in (20, 50):
         engine.adopt(receiver, num_tokens)
         assert len(engine.pool.keys()) == num_tokens // BLOCK
@@ -1125,12 +1137,14 @@ def test_check_sees_a_leak() -> None:
 # -- anything, in any order --------------------------------------------------------------------------------------------
 
 
-def write_prompt_kv(cache: KVCache, sequence: Sequence, begins: SequenceOf[int], num_tokens: int) -> None:
+def write_prompt_kv(cache: KVCache, sequence: Sequence, begins: SequenceOf[int], num_tokens: int | None = None) -> None:
     """The KV of a prompt's first tokens, worked out by hand, as a transfer would leave it.
 
     Args:
         begins: of each layer group, the token from which it arrives.
+        num_tokens: None: all tokens.
     """
+    num_tokens = sequence.num_tokens if num_tokens is None else num_tokens
     for group, begin in enumerate(begins):
         for position in range(begin, num_tokens):
             token = sequence.token_ids[position]
@@ -1248,7 +1262,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: set(self.reserved) - self.adopted)
     def insert(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from([each for each in self.reserved if each not in self.adopted]))
-        write_prompt_kv(self.engine.runner.caches[0], sequence, self.reserved.pop(sequence), sequence.num_tokens)
+        write_prompt_kv(self.engine.runner.caches[0], sequence, self.reserved.pop(sequence))
         (first,) = self.expected(sequence, 1)
         self.alive[sequence].append(first)
         if self.engine.insert(sequence, first, self.now) is not None:
@@ -1345,7 +1359,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def pinned_blocks_keep_their_content(self) -> None:
-        cache = self.engine.runner.caches[0] if self.pins else None
+        if not self.pins:
+            return
+        cache = self.engine.runner.caches[0]
         for pin, tokens in self.pins:
             held = torch.tensor(tokens, dtype=torch.int64)
             weighted = held * torch.arange(1, len(tokens) + 1)

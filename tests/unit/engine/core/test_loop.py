@@ -160,7 +160,7 @@ async def test_prefill_and_receive_over_handles() -> None:
             reserved = await handle.next()
             assert isinstance(reserved, Reserved)
             assert reserved.num_cached_tokens == 32
-            write_prompt_kv(loop.engine.runner.caches[0], sequence_of(handle), reserved.num_cached_tokens)
+            write_prompt_kv(loop.engine.runner.caches[0], sequence_of(handle), (reserved.num_cached_tokens,))
             handle.insert(output.token_ids[0])
             assert [output.token_ids[0], *await read_all(handle)] == expected_tokens(prompt, 8)
         await rest(loop)
@@ -410,7 +410,7 @@ async def test_adopted_blocks_are_published_and_stay_in_the_cache() -> None:
         async with loop.sequence(make_spec(prompt, 0), Purpose.RECEIVE) as handle:
             assert await handle.next() == reserved_for(sequence_of(handle))
             await rest(loop)
-            write_prompt_kv(loop.engine.runner.caches[0], sequence_of(handle), 0)
+            write_prompt_kv(loop.engine.runner.caches[0], sequence_of(handle), (0,))
             handle.adopt(40)
             await rest(loop)
             assert told.changes == [Stored(key) for key in block_keys(b"tenant", prompt)]

@@ -172,7 +172,7 @@ async def test_cancelled_and_transferred_at_any_moment(runner_type: type[Countin
                                 tokens += output.token_ids
                             if isinstance(output, Reserved):
                                 sequence = sequence_of(handle)
-                                write_prompt_kv(runner.caches[0], sequence, output.num_cached_tokens)
+                                write_prompt_kv(runner.caches[0], sequence, (output.num_cached_tokens,))
                                 tokens += expected_tokens(prompt, 1)
                                 handle.insert(tokens[0])
                             if isinstance(output, Generated) and purpose is Purpose.PREFILL:

@@ -319,7 +319,7 @@ def test_what_a_sequence_finds_is_not_kept_longer_before_it_has_room() -> None:
     scheduler.pool.pools[0]._cached.margin = 6.0
     beginning = prefill(scheduler, 48, first=1)
     other = prefill(scheduler, 48, first=1000)
-    read = tuple(tuple(table) for table in scheduler.pool.match(other.block_keys))
+    read = tuple(tuple(table) for table in scheduler.pool.match(other.block_keys).tables)
     scheduler.pool.acquire(read)
     refused = add(scheduler, 49, first=1, purpose=Purpose.PREFILL)
     assert run_step(scheduler, pinned=[read]) == []

@@ -72,6 +72,22 @@ def test_lookup_counts_leading_blocks_per_worker(mirror: Mirror) -> None:
     assert mirror.workers() == {"a": 3, "b": 2, "c": 2}
 
 
+def test_where_workers_own_resume_points_the_last_one_counts(mirror: Mirror) -> None:
+    a, b, c = Worker("a", 1), Worker("b", 1), Worker("c", 1)
+    apply(mirror, a.event(Op.STORED, 2, 4, 9), b.event(Op.STORED, 3), c.event(Op.STORED, 8))
+
+    def lookup(*numbers: int) -> dict[str, int]:
+        return mirror.lookup(keys(*numbers), resumes_anywhere=False)
+
+    assert lookup(1, 2, 3, 4, 5) == {"a": 4, "b": 3}
+    assert lookup(1, 2, 3) == {"a": 2, "b": 3}
+    assert lookup(1, 7) == lookup() == {}
+    mirror.disbelieve("a", mirror.position("a"), keys(3, 4, 5))
+    assert lookup(1, 2, 3, 4, 5) == {"a": 2, "b": 3}
+    mirror.set_leased({"a": 1})
+    assert lookup(1, 2, 3, 4, 5) == {"a": 2}, "the dead are not looked for"
+
+
 def test_an_event_seen_twice_changes_nothing(mirror: Mirror) -> None:
     a = Worker("a", 1)
     stored, removed = a.event(Op.STORED, 1), a.event(Op.REMOVED, 1)
@@ -246,6 +262,13 @@ class Naive:
                 found[worker_id] = num_blocks
         return found
 
+    def last_owned(self, wanted: Sequence[bytes]) -> dict[str, int]:
+        live = self.owned.keys() - self.dead
+        found = {
+            each: max((n for n, key in enumerate(wanted, 1) if key in self.owned[each]), default=0) for each in live
+        }
+        return {worker_id: number for worker_id, number in found.items() if number}
+
 
 workers = st.sampled_from("abc")
 numbers = st.lists(st.integers(0, 7), max_size=5, unique=True)
@@ -300,6 +323,7 @@ def test_random_events_give_what_a_naive_model_gives(
         for start in range(8):
             wanted = keys(*range(start, 8))
             assert mirror.lookup(wanted) == naive.lookup(wanted)
+            assert mirror.lookup(wanted, resumes_anywhere=False) == naive.last_owned(wanted)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -18,6 +18,7 @@ import pytest
 import torch
 from opentelemetry.context import Context
 
+from baton.blocks import block_keys
 from baton.cluster import TransferCounts
 from baton.config import TestingConfig, TransferConfig
 from baton.errors import (
@@ -54,6 +55,7 @@ from tests.unit.kvstore.transfer.peers import (
     SPEC,
     Decode,
     Prefill,
+    Worker,
     decode_side,
     engine_worker,
     filled_cache,
@@ -153,6 +155,28 @@ async def test_each_group_receives_what_it_lacks_of_its_window(link: str) -> Non
             assert is_blank_states(decode.cache, but_not=5)
             num_bytes = (len(group.layers) * group.row_bytes for group in spec.groups)
             assert transferred.num_bytes == sum(n * len(b) for n, b in zip(num_bytes, sent, strict=True)) + 33 * 4
+
+
+@pytest.mark.parametrize(("num_empty", "begin"), [(4, 0), (2, 0), (0, 0), (0, 32), (4, 80)])
+async def test_a_shorter_prefix_fits_if_the_blocks_of_its_window_are_reserved(num_empty: int, begin: int) -> None:
+    """The window of 40 tokens starts in block 4 after 104 tokens, and in block 2 after 80."""
+    spec, config = with_window(40), with_link("tcp")
+    caches = [filled_cache(1, spec)], [KVCache(spec, NUM_BLOCKS, 8)]
+    async with decode_side(config, caches=caches[1]) as decode, prefill_side(config, caches=caches[0]) as prefill:
+        tables = (tuple(range(7)), (EMPTY_PLACE,) * num_empty + tuple(range(num_empty, 7)), (5, 6))
+        ticket = decode.receiver.expect("t", 104, 0, tables, Expected.PREFIX, begins=(0, begin))
+        sending = prefill.sender.transfer(ticket, 80)
+        if num_empty == 4:
+            with pytest.raises(TransferRefused, match="80 of 104 tokens need blocks before the windows"):
+                await sending.__aenter__()
+        else:
+            async with sending as transfer:
+                transfer.extend((tuple(range(10, 15)), (EMPTY_PLACE, EMPTY_PLACE, 12, 13, 14), (2,)))
+                await transfer.finish(None)
+            assert (await decode.receiver.wait_committed(ticket)).num_tokens == 80
+            assert torch.equal(decode.cache.groups[1][:, 2:5], prefill.cache.groups[1][:, 12:15])
+            assert is_blank(decode.cache, [0, 1, *range(5, NUM_BLOCKS)], group=1)
+        assert await decode.receiver.release(ticket) == tables
 
 
 def is_blank_states(cache: KVCache, but_not: int) -> bool:
@@ -1241,10 +1265,67 @@ async def test_a_prefix_of_a_dead_source_is_computed_and_soon(link: str, death: 
         there.loop.engine.check()
 
 
-async def test_nothing_is_pulled_for_a_model_with_states_or_from_oneself() -> None:
+KINDS: dict[str, dict[str, Any]] = {
+    "states": {"with_state": True},
+    "window": {"window": 40},
+    "both": {"with_state": True, "window": 40},
+}
+PLACE_BYTES = {"states": (32, 0, 8), "window": (32, 16, 0), "both": (32, 16, 8)}
+"""Bytes of a token in the group without a window and in the one with it, and of a state."""
+
+
+async def fetched(here: Worker, there: Worker, prompt: Sequence[int], num_tokens: int) -> int:
+    spec = make_spec(prompt, request_id="pull")
+    return await here.kv.prefixes.fetch(spec, there.source(num_tokens), time.monotonic(), Context())
+
+
+async def cached_tokens(worker: Worker, prompt: Sequence[int], **kind: Any) -> int:
+    """The cached tokens of a prompt whose answer is right."""
+    async with worker.loop.sequence(make_spec(prompt), Purpose.GENERATE) as handle:
+        with_state = kind.get("with_state", False)
+        assert await read_all(handle) == expected_tokens(prompt, 4, with_state=with_state)
+        return handle._sequence.num_cached_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_prefix_with_its_states_and_windows_is_pulled(link: str, kind: str) -> None:
+    """It carries exactly the missing blocks and one state, and a sequence continues from it."""
+    config, (token, windowed, state) = with_link(link), PLACE_BYTES[kind]
     async with (
-        engine_worker("here", ArithmeticRunner(64, with_state=True)) as here,
-        engine_worker("there", ArithmeticRunner(64, with_state=True)) as there,
+        engine_worker("here", ArithmeticRunner(64, **KINDS[kind]), config) as here,
+        engine_worker("there", ArithmeticRunner(64, **KINDS[kind]), config) as there,
+    ):
+        await cached_tokens(there, PROMPT, **KINDS[kind])
+        assert await fetched(here, there, PROMPT, 96) == 96
+        window = 48 if windowed else 0  # from the block of the 40th last token on
+        assert there.kv.counts().sent_bytes == 96 * token + window * windowed + state
+        await here.check_idle()
+        assert await cached_tokens(here, PROMPT, **KINDS[kind]) == 96
+        assert await fetched(here, there, PROMPT, 96) == 0, "is here"
+        longer = [*PROMPT, *range(1, 71)]
+        assert await cached_tokens(there, longer, **KINDS[kind]) >= 96
+        sent, held = there.kv.counts().sent_bytes, await resumable(here, longer)
+        assert held >= 96
+        assert await fetched(here, there, longer, 160) == 160 - held
+        assert await cached_tokens(here, longer, **KINDS[kind]) == 160
+        assert there.kv.counts().sent_bytes - sent == (160 - 96) * token + (160 - 112) * windowed + state
+        counts = here.kv.counts()
+        assert (counts.failed_pulls, counts.committed) == (0, 2)
+        await here.check_idle()
+        await there.check_idle()
+
+
+async def resumable(worker: Worker, prompt: Sequence[int]) -> int:
+    spec = make_spec(prompt)
+    pin = await worker.loop.pin_prefix(block_keys(spec.cache_seed, prompt[: len(prompt) - 1]))
+    worker.loop.unpin(pin)
+    return pin.num_tokens
+
+
+async def test_nothing_is_pulled_for_a_model_of_whole_prompts_or_from_oneself() -> None:
+    async with (
+        engine_worker("here", ArithmeticRunner(64, with_state=True, whole_prompts=True), step_tokens=128) as here,
+        engine_worker("there", ArithmeticRunner(64, with_state=True, whole_prompts=True), step_tokens=128) as there,
         engine_worker("plain", ArithmeticRunner(64)) as plain,
     ):
         await there.generate(make_spec(PROMPT))
@@ -1277,12 +1358,12 @@ class LayerGatedRunner(ArithmeticRunner):
 
 async def test_the_services_transfer_layer_by_layer_while_the_prompt_is_computed(link: str) -> None:
     runner = LayerGatedRunner(num_layers=5)
-    config = with_link(link, slot_bytes=1024, span_tokens=64, lease_s=0.6, ping_s=0.1)  # a chunk a layer
+    config = with_link(link, slot_bytes=256, span_tokens=64, lease_s=0.6, ping_s=0.1)  # a chunk a block of a layer
     async with (
         engine_worker("prefill", runner, config) as prefill,
         engine_worker("decode", ArithmeticRunner(64, num_layers=5, with_state=True), config) as decode,
     ):
-        spec = make_spec(PROMPT, num_tokens=6)
+        spec = make_spec(PROMPT[:65], num_tokens=6)
         cache = decode.runner.cache.groups[0]
         answers = DecodeService(decode.context)._after_kv_transfer(spec)
         ticket = await anext(answers)
@@ -1291,9 +1372,9 @@ async def test_the_services_transfer_layer_by_layer_while_the_prompt_is_computed
         events = PrefillService(prefill.context).prefill(PrefillRequest(spec, ticket), Context())
         first = asyncio.ensure_future(anext(events))
         await until(lambda: bool(prefill.loop._watchers), SOON_S)
-        for step, layer in itertools.product(range(2), range(5)):  # 100 tokens in steps of 64
+        for step, layer in itertools.product(range(2), range(5)):  # 65 tokens in steps of 64
             runner.allowed.release(2 if layer == 0 and step else 1)
-            filled = step * 320 + (layer + 1) * (64 if step == 0 else 36)
+            filled = step * 320 + (layer + 1) * (64 if step == 0 else 1)
             await until(
                 lambda: int(cache[..., :16].count_nonzero()) >= filled,  # noqa: B023 - at once
                 SOON_S,
@@ -1313,6 +1394,6 @@ async def test_the_services_transfer_layer_by_layer_while_the_prompt_is_computed
         async for message in answers:
             assert isinstance(message, NewTokens)
             tokens += message.token_ids
-        assert tokens == expected_tokens(PROMPT, 6, with_state=True)
+        assert tokens == expected_tokens(PROMPT[:65], 6, with_state=True)
         await prefill.check_idle()
         await decode.check_idle()

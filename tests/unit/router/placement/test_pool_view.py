@@ -10,6 +10,7 @@ import pytest
 from baton.cluster import BlockCounts, Role, Worker, WorkerLoad, WorkerState
 from baton.costs import PRIOR
 from baton.messages import SequenceSpec
+from kvstore.index import BlockEvent, Mirror, Op
 from router.placement import Candidate, Job, Prompt, Turn
 from router.placement.pool_view import SUSPICION_S, PoolView
 from tests.support import builders
@@ -328,6 +329,28 @@ async def test_cached_tokens_are_counted_in_the_workers_blocks_and_capped() -> N
     pools, _ = view({"a": 2, "b": 4, "gone": 6})
     await pools.update([worker("a"), worker("b", block_size=32), worker("c")])
     assert {c.worker_id: c.num_cached_tokens for c in pools.candidates(PROMPT, NORMAL)} == {"a": 32, "b": 100, "c": 0}
+
+
+async def test_where_workers_resume_at_some_blocks_the_last_of_these_counts() -> None:
+    """The last token is computed in any case, so the last block of a prompt of whole blocks is no use."""
+    mirror = Mirror()
+    keys = tuple(b"key %d" % number for number in range(8))
+    for worker_id, owned in (("a", keys[3:4]), ("b", (keys[1], keys[5])), ("gone", keys[:1])):
+        mirror.apply(BlockEvent(worker_id=worker_id, epoch=1, seq=1, op=Op.STORED, keys=owned))
+
+    async def cached(num_tokens: int, *infos: Worker) -> dict[str, int]:
+        pools = PoolView(mirror.lookup, Clock())
+        await pools.update([replace(each, info=replace(each.info, resumes_anywhere=False)) for each in infos])
+        prompt = Prompt(num_tokens, keys[: num_tokens // pools.block_size])
+        return {c.worker_id: c.num_cached_tokens for c in pools.candidates(prompt, NORMAL)}
+
+    assert await cached(128, worker("a"), worker("b"), worker("c")) == {"a": 64, "b": 96, "c": 0}
+    assert await cached(97, worker("a"), worker("b")) == {"a": 64, "b": 96}
+    assert await cached(96, worker("a"), worker("b")) == {"a": 64, "b": 32}
+    assert await cached(128, worker("a", block_size=32), worker("b"), worker("c")) == {"a": 64, "b": 96, "c": 0}
+    pools = PoolView(mirror.lookup, Clock())
+    await pools.update([worker("a"), worker("b")])
+    assert {c.num_cached_tokens for c in pools.candidates(Prompt(128, keys), NORMAL)} == {0}, "without a gap"
 
 
 async def test_the_lookup_is_asked_for_the_prompts_keys() -> None:

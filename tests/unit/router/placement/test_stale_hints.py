@@ -71,6 +71,20 @@ def test_an_event_that_comes_later_is_believed_again(router: Router) -> None:
     assert router.believed() == 6
 
 
+def test_of_resume_points_those_after_the_one_that_was_used_are_taken_back(router: Router) -> None:
+    router.mirror.apply(BlockEvent(worker_id="w", epoch=1, seq=2, op=Op.REMOVED, keys=PROMPT.block_keys))
+    points = (PROMPT.block_keys[1], PROMPT.block_keys[3], PROMPT.block_keys[5])
+    router.mirror.apply(BlockEvent(worker_id="w", epoch=1, seq=3, op=Op.STORED, keys=points))
+
+    def believed() -> int:
+        return router.mirror.lookup(PROMPT.block_keys, resumes_anywhere=False).get("w", 0)
+
+    router.hints.settle(router.hints.note(SPEC, PROMPT, WORKER, 96), 32)
+    assert (believed(), router.counted()) == (2, (1, 64))
+    router.hints.settle(router.hints.note(SPEC, PROMPT, WORKER, 32), 32)
+    assert (believed(), router.counted()) == (2, (1, 64))
+
+
 def test_a_new_incarnation_owes_nothing_to_the_old_ones_hint(router: Router) -> None:
     hint = router.hints.note(SPEC, PROMPT, WORKER, 96)
     router.mirror.apply(BlockEvent(worker_id="w", epoch=2, seq=1, op=Op.STORED, keys=PROMPT.block_keys))

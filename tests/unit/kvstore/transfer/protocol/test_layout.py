@@ -152,7 +152,9 @@ def test_the_begins_of_a_ticket() -> None:
     assert begins_of(ticket_for(windowed(16), 300, 160, (160, 208)), 300) == (160, 208)
     assert begins_of(ticket_for(layout(), 300, 160), 16) == (160, 160), "what it has is no harm"
     assert begins_of(ticket_for(windowed(16), 99), 16) == (0, 0), "both windows start at 0"
-    assert begins_of(ticket_for(windowed(64), 300), 292) == (0, 0), "both start in the block at 192"
+    assert begins_of(ticket_for(windowed(64), 300, 0, (0, 192)), 292) == (0, 192), "both start in the block at 192"
+    assert begins_of(ticket_for(windowed(64), 300, 0, (0, 256)), 292) == (0, 256), "it has the start of both"
+    assert begins_of(ticket_for(windowed(16), 300, 0, (0, 160)), 272) == (0, 160), "it has reserved more"
 
 
 @pytest.mark.parametrize(
@@ -164,11 +166,13 @@ def test_the_begins_of_a_ticket() -> None:
         (ticket_for(layout(), 300, 0, (0, 304)), 300, r"within the ticket's 300 tokens, got \[0, 304\]"),
         (ticket_for(layout(), 300, 0, (-16, 0)), 300, r"within the ticket's 300 tokens, got \[-16, 0\]"),
         (
-            ticket_for(windowed(16), 300),
+            ticket_for(windowed(16), 300, 0, (0, 192)),
             288,
-            "288 of 300 tokens need blocks before the windows, which are not reserved",
+            "288 of 300 tokens need blocks before the windows, which are",
         ),
-        (ticket_for(windowed(64), 300), 291, "291 of 300 tokens need blocks before the windows"),
+        (ticket_for(windowed(16), 300, 0, (0, 240)), 288, "288 of 300 tokens need blocks before the windows"),
+        (ticket_for(windowed(64), 300, 0, (0, 192)), 291, "291 of 300 tokens need blocks before the windows"),
+        (ticket_for(windowed(16), 300, 0, (0, 160)), 256, "256 of 300 tokens need blocks before the windows"),
     ],
 )
 def test_a_ticket_that_cannot_be_served_is_refused(ticket: Ticket, num_tokens: int, words: str) -> None:
