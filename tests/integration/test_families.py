@@ -117,9 +117,9 @@ def test_choices_that_fork_and_beams_are_those_of_transformers(kind: str, tmp_pa
 SLOTS = replace(CONFIG, slot_bytes=2**17)
 
 
-async def transferred(folder: Path, spec: SequenceSpec) -> tuple[list[int], int, KVSpec]:
+async def transferred(folder: Path, spec: SequenceSpec, engine: EngineConfig = ENGINE) -> tuple[list[int], int, KVSpec]:
     """The answer of two workers, one of which computes the prompt; the bytes that went from one to the other."""
-    runners: list[Any] = [TransformersRunner(ModelConfig(path=str(folder), device="cpu"), ENGINE) for _ in range(2)]
+    runners: list[Any] = [TransformersRunner(ModelConfig(path=str(folder), device="cpu"), engine) for _ in range(2)]
     async with (
         engine_worker("prefill", runners[0], SLOTS) as prefill,
         engine_worker("decode", runners[1], SLOTS) as decode,
