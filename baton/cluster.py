@@ -228,6 +228,9 @@ class WorkerLoad:
     queued_tokens: int = 0
     """Known tokens that are neither computed nor cached yet."""
     blocks: BlockCounts = field(default_factory=BlockCounts)
+    state_rows: BlockCounts = field(default_factory=BlockCounts)
+    """Rows of the pool of recurrent layers' states; `cached`: snapshots. No rows: the model has no states, or the
+    release does not count them."""
     self_check: str = "ok"
     transfers: TransferCounts = field(default_factory=TransferCounts)
     connections: tuple[OpenConnections, ...] = ()

@@ -66,6 +66,7 @@ class Member:
             max_num_batched_tokens=batch.max_num_batched_tokens,
             output_reservation=config.engine.output_reservation,
             max_draft_tokens=config.engine.max_draft_tokens if config.engine.speculation == "ngram" else 0,
+            snapshot_tokens=config.engine.snapshot_tokens,
         )
         self.loop: ServingEngine = EngineLoop(
             Engine(runner, limits),
@@ -262,6 +263,7 @@ class Member:
             waiting=load.waiting,
             queued_tokens=load.queued_tokens,
             blocks=load.blocks,
+            state_rows=load.state_rows,
             preemptions=load.preemptions,
             costs=load.costs,
             busy_s=load.busy_s,

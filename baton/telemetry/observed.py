@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from baton.cluster import VERSION, ClusterStatus, PoolScaling, Worker, WorkerLoad, WorkerState
+from baton.cluster import VERSION, BlockCounts, ClusterStatus, PoolScaling, Worker, WorkerLoad, WorkerState
 from baton.config import SloClassConfig
 from baton.telemetry.prometheus import Observation
 
@@ -33,11 +33,20 @@ def _labels(worker: Worker) -> dict[str, str]:
     return {"worker": worker.info.id, "role": worker.info.role.value}
 
 
+def _counts(worker: Worker, counts: BlockCounts) -> Iterable[Observation]:
+    for state in ("free", "cached", "in_use"):
+        yield Observation(getattr(counts, state), {**_labels(worker), "state": state})
+
+
 def _block_counts(status: ClusterStatus) -> Iterable[Observation]:
     for worker in status.workers:
-        blocks = worker.load.blocks
-        for state, count in (("free", blocks.free), ("cached", blocks.cached), ("in_use", blocks.in_use)):
-            yield Observation(count, {**_labels(worker), "state": state})
+        yield from _counts(worker, worker.load.blocks)
+
+
+def _row_counts(status: ClusterStatus) -> Iterable[Observation]:
+    for worker in status.workers:
+        if worker.load.state_rows.total:
+            yield from _counts(worker, worker.load.state_rows)
 
 
 def _sequence_counts(status: ClusterStatus) -> Iterable[Observation]:
@@ -130,6 +139,12 @@ FAILURES = ("corrupted", "expired", "timed_out", "refused", "lost")
 
 OBSERVED: tuple[ObservedMetric, ...] = (
     ObservedMetric(name="baton.kv_blocks", description="KV blocks of a worker by state.", observe=_block_counts),
+    ObservedMetric(
+        name="baton.state_rows",
+        description="Rows of a worker's pool of recurrent layers' states, by state: running sequences have rows in "
+        "use, and a cached row is a snapshot. Absent if the model has no states.",
+        observe=_row_counts,
+    ),
     ObservedMetric(
         name="baton.worker_sequences", description="Sequences on a worker by state.", observe=_sequence_counts
     ),

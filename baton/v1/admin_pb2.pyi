@@ -948,6 +948,7 @@ class Worker(_message.Message):
     SAMPLER_FIELD_NUMBER: _builtins.int
     COMPUTES_FIELD_NUMBER: _builtins.int
     CONNECTIONS_FIELD_NUMBER: _builtins.int
+    STATE_ROWS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -998,6 +999,12 @@ class Worker(_message.Message):
     def connections(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenConnections]:
         """Open connections to other workers, by kind."""
 
+    @_builtins.property
+    def state_rows(self) -> Global___Blocks:
+        """Rows of the pool of recurrent layers' states: a cached row is a snapshot. Unset if the model has no states, or the
+        worker's release does not report them.
+        """
+
     def __init__(
         self,
         *,
@@ -1028,10 +1035,11 @@ class Worker(_message.Message):
         sampler: _builtins.str = ...,
         computes: Global___Computes | None = ...,
         connections: _abc.Iterable[Global___OpenConnections] | None = ...,
+        state_rows: Global___Blocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "computes", b"computes", "costs", b"costs", "transfers", b"transfers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "computes", b"computes", "costs", b"costs", "state_rows", b"state_rows", "transfers", b"transfers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "blocks", b"blocks", "busy_s", b"busy_s", "chunk_tokens", b"chunk_tokens", "computed_tokens", b"computed_tokens", "computes", b"computes", "connections", b"connections", "content_id", b"content_id", "costs", b"costs", "engine", b"engine", "epoch", b"epoch", "id", b"id", "max_model_len", b"max_model_len", "node", b"node", "pid", b"pid", "preemptions", b"preemptions", "queued_tokens", b"queued_tokens", "role", b"role", "running", b"running", "sampler", b"sampler", "self_check", b"self_check", "state", b"state", "transfers", b"transfers", "version", b"version", "waiting", b"waiting", "wire_compat", b"wire_compat"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "blocks", b"blocks", "busy_s", b"busy_s", "chunk_tokens", b"chunk_tokens", "computed_tokens", b"computed_tokens", "computes", b"computes", "connections", b"connections", "content_id", b"content_id", "costs", b"costs", "engine", b"engine", "epoch", b"epoch", "id", b"id", "max_model_len", b"max_model_len", "node", b"node", "pid", b"pid", "preemptions", b"preemptions", "queued_tokens", b"queued_tokens", "role", b"role", "running", b"running", "sampler", b"sampler", "self_check", b"self_check", "state", b"state", "state_rows", b"state_rows", "transfers", b"transfers", "version", b"version", "waiting", b"waiting", "wire_compat", b"wire_compat"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

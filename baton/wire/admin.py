@@ -129,6 +129,7 @@ def _worker(worker: Worker) -> admin_pb2.Worker:
         running=load.running,
         waiting=load.waiting,
         blocks=to_pb(load.blocks, admin_pb2.Blocks),
+        state_rows=to_pb(load.state_rows, admin_pb2.Blocks) if load.state_rows.total else None,
         self_check=load.self_check,
         transfers=admin_pb2.Transfers(
             **{field.name: getattr(load.transfers, field.name) for field in admin_pb2.Transfers.DESCRIPTOR.fields}

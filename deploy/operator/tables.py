@@ -19,7 +19,7 @@ def print_status(report: dict[str, Any]) -> None:
     workers = in_order(report["workers"])
     out.print(worker_table(workers))
     out.print(transfer_table(workers))
-    for line in (*engine_lines(workers), *computing_lines(workers), *connection_lines(workers)):
+    for line in (*state_lines(workers), *engine_lines(workers), *computing_lines(workers), *connection_lines(workers)):
         out.print(line)
     for name, pool in report["pools"].items():
         out.print(f"pool {name}: {pool['ready']} ready of {pool['desired']} desired")
@@ -48,6 +48,13 @@ def in_order(workers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def natural_key(text: str) -> list[tuple[int, str]]:
     """Return a sort key by which worker-2 comes before worker-10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+def state_lines(workers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return one line with each worker's rows of states; none if no model has any."""
+    counts = ((with_role(each["id"], each["role"]), each.get("state_rows")) for each in workers)
+    shown = [f"{name} {rows['free']}/{rows['cached']}/{rows['in_use']}" for name, rows in counts if rows]
+    return [f"state rows, free/snapshots/in use: {', '.join(shown)}"] if shown else []
 
 
 def engine_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:

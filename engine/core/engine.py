@@ -408,6 +408,7 @@ class Engine:
             waiting=self.num_waiting + len(self.scheduler.reserved),
             queued_tokens=sum(s.num_tokens - self.scheduler.blocks.num_present_tokens(s) for s in to_compute),
             blocks=self.blocks,
+            state_rows=BlockCounts() if self.pool.rows is None else self.pool.rows.counts(),
             preemptions=self.scheduler.num_preemptions,
             costs=self.costs,
             busy_s=self._busy_s,

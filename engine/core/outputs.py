@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.cluster import BlockCounts
@@ -114,6 +114,8 @@ class EngineLoad:
     waiting: int
     queued_tokens: int
     blocks: BlockCounts
+    state_rows: BlockCounts = field(default_factory=BlockCounts)
+    """Rows of the states' pool; none if the model has no states."""
     preemptions: int
     """Number since the start."""
     costs: StepCosts

@@ -215,6 +215,7 @@ class SimulatedWorker:
             waiting=load.waiting,
             queued_tokens=load.queued_tokens,
             blocks=load.blocks,
+            state_rows=load.state_rows,
             preemptions=load.preemptions,
             costs=load.costs,
             busy_s=busy_s,

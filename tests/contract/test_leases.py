@@ -52,6 +52,7 @@ LOAD = WorkerLoad(
     waiting=1,
     queued_tokens=170,
     blocks=BlockCounts(100, 60, 30, 10),
+    state_rows=BlockCounts(9, 4, 3, 2),
     self_check="ok",
 )
 

@@ -21,14 +21,27 @@ from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
 from baton.errors import ConfigError, ModelLoadError
 from baton.sampling import SamplingParams
+from engine.core.beams import BeamSearch
 from engine.core.kv_spec import EMPTY_PLACE, BlockTables
 from engine.core.runner import NotedLayers, OnLayerDone, StepInput, StepPart, ignore_layer
 from engine.model import self_check
 from engine.model.asking import ask
 from engine.model.transformers_runner import TransformersRunner
-from tests.integration.test_engine_models import load_reference, refer, same_up_to_near_ties
-from tests.integration.test_families import prompts, save_untied
+from tests.integration import test_beams
+from tests.integration.test_engine_models import (
+    Reference,
+    answers,
+    load_reference,
+    make_engine,
+    make_spec,
+    refer,
+    same_up_to_near_ties,
+    tokens_of,
+)
+from tests.integration.test_families import prompts, save_untied, transferred
+from tests.support.builders import sequence_spec
 from tests.support.families import RECURRENT, WHOLE_PROMPTS
+from tests.support.guessing import run
 
 pytestmark = pytest.mark.integration
 
@@ -265,6 +278,67 @@ def test_a_decode_step_gathers_and_scatters_each_kind_once(kind: str, tmp_path: 
     assert sum(any(read is state for state in states) for read in reads) == 2
     assert counted.counts["index_copy_"] == 2
     assert counted.counts["stack"] == (kind == "qwen3_next"), "of states that layers return"
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_an_engine_continues_from_snapshots_and_answers_as_generate(
+    kind: str, folder_of: Callable[[str], Path]
+) -> None:
+    reference, engine = load_reference(folder_of(kind)), make_engine(folder_of(kind), ENGINE)
+    expected = [refer(reference, prompt, NUM_TOKENS) for prompt in prompts()]
+    specs = [make_spec(f"first-{i}", prompt, NUM_TOKENS, ignore_eos=True) for i, prompt in enumerate(prompts())]
+    found, _ = answers(engine, specs, steps_between=2)
+    num_same = sum(map(same_up_to_near_ties, found, expected))
+    again = [prompt + reference.tokens[:10] for prompt, reference in zip(prompts(), expected, strict=True)]
+    specs = [make_spec(f"again-{i}", prompt, 2, ignore_eos=True) for i, prompt in enumerate(again)]
+    found, sequences = answers(engine, specs, steps_between=0)
+    tails = [Reference(each.tokens[10:], each.margins[10:]) for each in expected]
+    assert num_same + sum(map(same_up_to_near_ties, found, tails)) >= 8
+    assert [sequence.num_cached_tokens for sequence in sequences[3:]] == [128, 64]
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "mamba2", "qwen3_next", "jamba"])
+def test_steps_planned_ahead_and_preemption_change_nothing(kind: str, folder_of: Callable[[str], Path]) -> None:
+    reference, large = load_reference(folder_of(kind)), LARGE if kind == "jamba" else ENGINE
+    specs = [make_spec(f"{i}", prompt, 12, ignore_eos=True) for i, prompt in enumerate(prompts())]
+    found, num_ahead = tokens_of(make_engine(folder_of(kind), large), specs, ahead=True)
+    expected = [refer(reference, prompt, 12) for prompt in prompts()]
+    assert sum(map(same_up_to_near_ties, found, expected)) >= 4
+    assert num_ahead > 0
+    engine = make_engine(folder_of(kind), replace(large, num_blocks=14))
+    many = [[*prompts()[1][:16], number] for number in range(6)]
+    found, _ = answers(engine, [make_spec(f"{i}", each, 40, ignore_eos=True) for i, each in enumerate(many)], 0)
+    assert sum(same_up_to_near_ties(f, refer(reference, p, 40)) for f, p in zip(found, many, strict=True)) >= 4
+
+
+@pytest.mark.parametrize("kind", AGAIN)
+def test_choices_and_beams_share_states(kind: str, folder_of: Callable[[str], Path]) -> None:
+    reference, asked = load_reference(folder_of(kind)), prompts()[2:4]
+    wide = replace(ENGINE, max_num_seqs=12)
+    values: list[dict[str, Any]] = [{"choice_index": choice, "temperature": 0.8, "seed": 3} for choice in range(3)]
+    specs = [sequence_spec(asked[0], "choices", max_tokens=12, **each) for each in values]
+    apart = [answers(make_engine(folder_of(kind), wide), [spec], 0)[0][0] for spec in specs]
+    together, _ = run(make_engine(folder_of(kind), wide), specs)
+    assert [one.token_ids for one in together] == apart
+    assert len({tuple(each) for each in apart}) > 1
+    engine = make_engine(folder_of(kind), wide)
+    specs = [test_beams.spec_of(f"{i}", prompt, beam_width=3) for i, prompt in enumerate(asked)]
+    num_different = 0
+    for spec, prompt, found in zip(specs, asked, test_beams.searched(engine, specs), strict=True):
+        search = BeamSearch.of(spec, engine.runner.eos_token_ids, engine.runner.max_model_len)
+        num_different += test_beams.num_near_ties(search, found, test_beams.refer(reference, prompt, 3, 1.0))
+    assert num_different <= 1
+
+
+@pytest.mark.parametrize("kind", AGAIN)
+async def test_blocks_and_one_row_are_enough_for_another_worker(kind: str, folder_of: Callable[[str], Path]) -> None:
+    reference, prompt = load_reference(folder_of(kind)), prompts()[4]
+    tokens, num_bytes, spec = await transferred(folder_of(kind), make_spec("one", prompt, 12, ignore_eos=True), ENGINE)
+    assert same_up_to_near_ties(tokens, refer(reference, prompt, 12))
+    assert num_bytes == 4 * spec.block_bytes + spec.state_bytes
 
 
 # -- everything else ---------------------------------------------------------------------------------------------------

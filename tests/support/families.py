@@ -114,6 +114,13 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 128},
     "granitemoehybrid": EXPERTS | MAMBA | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 64},
+    "kimi_linear": LATENT
+    | {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "q_lora_rank": None,
+    },
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": EXPERTS | CONVOLUTIONS,
     "mamba2": STATE_SPACE | {"chunk_size": 8, "head_dim": 16, "n_groups": 2, "num_heads": 8},

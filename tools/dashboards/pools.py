@@ -130,6 +130,18 @@ LOAD = Section(
             },
             is_stacked=True,
         ),
+        Panel(
+            title="State rows by state",
+            description="Rows of recurrent layers' states: running sequences have rows in use; a cached row is a "
+            "snapshot. If no snapshots are left, the next turn of a conversation is computed from the start. Empty: "
+            "the model has no states.",
+            unit="short",
+            queries={
+                "{{role}} {{state}}": "sum by (role, state) (max by (worker, role, state) "
+                f"(baton_state_rows{{$cluster, {OF_WORKER}}}))"
+            },
+            is_stacked=True,
+        ),
     ),
 )
 

@@ -105,7 +105,8 @@ INDEX = Section(
         Panel(
             title="Blocks in the mirror and on workers",
             description="Blocks of a worker according to the mirror, and according to the worker. If they differ for "
-            "minutes, the index is wrong for that worker: restart the router, or `baton drain WORKER`.",
+            "minutes, the index is wrong for that worker: restart the router, or `baton drain WORKER`. Of a model with "
+            "states or windows, the mirror has only the blocks after which a sequence can continue.",
             unit="short",
             queries={
                 "mirror {{worker}}": "max by (worker) (baton_mirror_blocks{$cluster})",

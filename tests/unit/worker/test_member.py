@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.blocks import content_id
-from baton.cluster import Role, WorkerState
+from baton.cluster import BlockCounts, Role, WorkerState
 from baton.config import Config, EngineConfig, ModelConfig, TransferConfig
 from baton.errors import DeviceLost, WorkerDraining
 from baton.rpc import RpcServer
@@ -153,6 +153,17 @@ async def test_a_worker_says_what_copies_its_kv(monkeypatch: pytest.MonkeyPatch)
         assert "do not run or move other bytes" in member._described().computes.fallbacks[0]
     finally:
         await member.kv.close()
+
+
+async def test_a_worker_counts_its_rows_of_states() -> None:
+    config = Config(transfer=TransferConfig(transports=("tcp",)))
+    for with_state, expected in ((True, BlockCounts(8, free=8)), (False, BlockCounts())):
+        runner = ArithmeticRunner(8, 16, max_num_seqs=2, with_state=with_state)
+        member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, runner)
+        try:
+            assert member._load().state_rows == expected
+        finally:
+            await member.kv.close()
 
 
 async def test_connections_are_opened_ahead_by_prefill_workers_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:

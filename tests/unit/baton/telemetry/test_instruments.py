@@ -251,6 +251,15 @@ def test_what_a_worker_and_the_autoscaler_say() -> None:
     assert re.fullmatch(r'baton_build_info\{version="\d[^"]*"\} 1\.0', build)
 
 
+def test_rows_of_states_are_counted_if_there_are_any() -> None:
+    load = dataclasses.replace(LOAD, state_rows=BlockCounts(9, free=4, cached=3, in_use=2))
+    status = cluster_status(Worker(INFO, load), worker("w-1"))
+    assert samples(Instruments(lambda: status), "baton_state_rows") == {
+        f'baton_state_rows{{role="decode",state="{state}",worker="d0"}} {count:.1f}'
+        for state, count in (("free", 4), ("cached", 3), ("in_use", 2))
+    }
+
+
 def test_what_a_worker_computes_with_is_shown() -> None:
     slow = Computes(
         gpu="Tesla T4",

@@ -691,6 +691,16 @@ def status(num_workers: int) -> ClusterStatus:
     )
 
 
+def test_status_as_json_has_rows_of_states_if_there_are_any() -> None:
+    before = status(1)
+    (worker,) = before.workers
+    load = dataclasses.replace(worker.load, state_rows=BlockCounts(9, 4, 3, 2))
+    after = dataclasses.replace(before, workers=(dataclasses.replace(worker, load=load), worker))
+    first, second = wire.status_as_json(through_bytes(wire.status_response(after)))["workers"]
+    assert first == {**second, "state_rows": {"total": 9, "free": 4, "cached": 3, "in_use": 2}}
+    assert "state_rows" not in second
+
+
 def test_status_as_json_has_every_field_even_when_zero() -> None:
     assert wire.status_as_json(through_bytes(wire.status_response(status(1)))) == {
         "pools": {"decode": {"desired": 2, "ready": 1}, "prefill": {"desired": 0, "ready": 0}},

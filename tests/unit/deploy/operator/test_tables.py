@@ -14,6 +14,7 @@ from deploy.operator.tables import (
     engine_lines,
     garbage_lines,
     in_order,
+    state_lines,
     transfer_table,
     worker_table,
 )
@@ -78,6 +79,14 @@ def test_the_status_shows_what_is_wrong_with_a_worker() -> None:
 def test_the_status_shows_what_is_skipped_in_redis() -> None:
     garbage = [{"what": "lease", "times": 3, "latest": "kv:{x}:lease:w: [1] is no object"}]
     assert garbage_lines({"garbage": garbage}) == ["  lease skipped 3 times: kv:{x}:lease:w: [1] is no object"]
+
+
+def test_the_status_counts_rows_of_states_if_there_are_any() -> None:
+    rows = {"total": 40, "free": 30, "cached": 8, "in_use": 2}
+    workers = [WORKER | {"state_rows": rows}, WORKER, WORKER | {"id": "w", "role": "prefill", "state_rows": rows}]
+    shown = "state rows, free/snapshots/in use: worker-0 (decode) 30/8/2, w (prefill) 30/8/2"
+    assert state_lines(workers) == [shown]
+    assert state_lines([WORKER]) == []
 
 
 def test_the_status_shows_a_workers_transfers() -> None:

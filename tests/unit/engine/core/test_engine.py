@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.blocks import block_keys
+from baton.cluster import BlockCounts
 from baton.costs import PRIOR
 from baton.errors import InvalidRequest
 from baton.messages import SequenceSpec
@@ -852,6 +853,17 @@ def test_the_longest_cached_prefix_of_a_key_chain_is_pinned(block_size: int) -> 
     engine.unpin(part)
     engine.unpin(whole)
     assert is_empty(engine)
+
+
+def test_the_load_counts_the_rows_of_states() -> None:
+    engine = make_engine(with_state=True, max_num_seqs=8)
+    assert engine.load().state_rows == BlockCounts(32, free=32)
+    running = engine.add(make_spec(numbers(1, 40)), Purpose.GENERATE, 0.0)
+    step(engine)
+    assert engine.load().state_rows == BlockCounts(32, free=29, in_use=3), "a snapshot and two"
+    engine.end(running)
+    assert engine.load().state_rows == BlockCounts(32, free=31, cached=1)
+    assert make_engine().load().state_rows == BlockCounts()
 
 
 def test_a_prefix_of_a_model_with_state_is_pinned_and_adopted_with_a_row() -> None:

@@ -22,6 +22,7 @@ from tests.unit.engine.core.test_engine import (
     make_engine,
     make_spec,
     numbers,
+    step,
 )
 
 GRID = 64
@@ -74,6 +75,18 @@ def test_a_snapshot_that_only_passes_is_replaced_by_the_next_one() -> None:
     held = [BLOCK * (1 + index) for index, key in enumerate(keys) if rows.holds(key)]
     assert held == [32, 64, 128, 176], "the prompt's last block, the grid, and the last block of all"
     assert set(engine.pool.keys()) == {keys[end // BLOCK - 1] for end in held}
+
+
+def test_a_snapshot_that_another_sequence_keeps_does_not_pass() -> None:
+    """The first answer passes where the second prompt's last full block ends."""
+    engine, prompt = stateful(max_num_batched_tokens=256), numbers(1, 90)
+    first = engine.add(make_spec(prompt, 60, name="first"), Purpose.GENERATE, 0.0)
+    longer = [*prompt, *expected_tokens(prompt, 20, with_state=True)]
+    second = engine.add(make_spec(longer, 2, name="second"), Purpose.GENERATE, 0.0)
+    outputs = drain(engine)
+    assert generated(outputs, first) == expected_tokens(prompt, 60, with_state=True)
+    assert generated(outputs, second) == expected_tokens(longer, 2, with_state=True)
+    assert engine.num_cached_tokens(second.block_keys[:7]) == 96
 
 
 def test_the_index_hears_of_each_resume_point() -> None:
@@ -172,6 +185,40 @@ def test_answers_that_stop_anywhere_leave_right_snapshots(num_tokens: int) -> No
             (row,) = rows.match([key])
             assert state[row] == sum(tokens[:end])
     assert is_empty(engine)
+
+
+def test_a_row_that_a_step_reads_is_not_given_away_while_it_runs() -> None:
+    """Its sequence continues from a snapshot, and the step after is planned already."""
+    engine, prompt = stateful(), numbers(1, 100)
+    answer(engine, prompt, 1, "before")
+    sequence = engine.add(make_spec([*prompt[:96], 5], 10), Purpose.GENERATE, 0.0)
+    batch, _ = engine.schedule(0.0)
+    (part,) = batch.parts
+    following = engine.schedule_ahead(batch, 0.0)
+    assert following is not None
+    rows = engine.pool.rows
+    assert rows is not None
+    taken = rows.allocate(rows.num_available)
+    assert taken is not None
+    assert part.block_ids[-1][0] not in taken
+    rows.release(taken)
+    outputs = [
+        output for each in (batch, following[0]) for output in engine.commit(each, engine.runner.execute(each), 0.0)
+    ]
+    outputs += drain(engine)
+    assert generated(outputs, sequence) == expected_tokens([*prompt[:96], 5], 10, with_state=True)
+
+
+def test_a_state_within_a_block_is_no_snapshot() -> None:
+    """A chunk ends in the second block; who comes then with the same prompt finds no state after the first one."""
+    engine, prompt = stateful(max_num_batched_tokens=23), numbers(1, 60)
+    first = engine.add(make_spec(prompt, 10, name="first"), Purpose.GENERATE, 0.0)
+    outputs = step(engine)
+    assert first.num_computed_tokens == 23
+    second = engine.add(make_spec([*prompt, 5], 10, name="second"), Purpose.GENERATE, 0.0)
+    outputs += drain(engine)
+    assert generated(outputs, first) == expected_tokens(prompt, 10, with_state=True)
+    assert generated(outputs, second) == expected_tokens([*prompt, 5], 10, with_state=True)
 
 
 def test_full_pools_make_no_snapshots_and_preempt_nobody() -> None:
