@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.blocks import content_id
-from baton.cluster import BlockCounts, Role, WorkerState
+from baton.cluster import BlockCounts, Role, WorkerLoad, WorkerState
 from baton.config import Config, EngineConfig, ModelConfig, TransferConfig
 from baton.errors import DeviceLost, WorkerDraining
 from baton.rpc import RpcServer
@@ -21,7 +21,7 @@ from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from engine.core.sequence import Purpose
 from engine.testing import ArithmeticRunner
 from kvstore.index.memory import MemoryStore
-from kvstore.leases import MemoryLeases
+from kvstore.leases import MemoryLeases, codec
 from kvstore.transfer.connection.control_stream import Peer
 from kvstore.transfer.device import DeviceLosses
 from tests.support.builders import READY, worker_info
@@ -67,6 +67,20 @@ async def test_the_kind_of_kv_is_the_models_and_not_a_ranks() -> None:
         kind(replace(spec, states=(StateSpec("conv", (2, 33), "bfloat16"),))),
     ]
     assert len({kind(spec), *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(("kind", "anywhere"), [({}, True), ({"with_state": True}, False), ({"window": 32}, False)])
+async def test_a_lease_says_whether_a_sequence_can_continue_after_any_block(
+    kind: dict[str, Any], anywhere: bool
+) -> None:
+    config = Config(transfer=TransferConfig(transports=("tcp",)))
+    member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(64, 16, **kind))
+    try:
+        info = member._introduced(1, 7001)
+        leased = codec.decode_worker(codec.encode(info).encode(), codec.encode(WorkerLoad()).encode())
+        assert leased.info.resumes_anywhere is info.resumes_anywhere is anywhere
+    finally:
+        await member.kv.close()
 
 
 async def test_workers_share_no_kv_unless_they_compute_the_same() -> None:
