@@ -58,7 +58,7 @@ class PullResponse(_message.Message):
 
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
-    """Number of leading tokens sent, including those that the ticket skips; 0: the worker holds no more than those."""
+    """Number of leading tokens sent, including those that the ticket skips; 0: the worker has none that help."""
     def __init__(
         self,
         *,
