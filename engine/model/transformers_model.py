@@ -190,15 +190,18 @@ class ModelRank:
         tokens = self_check.probe_tokens(config.vocab_size, num_tokens)
         self.cache = KVCache(spec, num_blocks_for(len(tokens), 16), 1, device)
         self._attention = TorchAttention(self.cache)
+        parts = self_check.Parts(self.model)
         try:
-            found = [self._forward(step, ignore_layer) for step in self_check.steps(tokens, spec)]
+            with parts.recorded():
+                found = [self._forward(step, ignore_layer) for step in self_check.steps(tokens, spec)]
         except Exception as error:  # the model's own code
             raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
         for module in self._latent.values():
             release(module)
-        expected = self_check.own_logits(self.model, tokens)
+        with parts.given():
+            expected = self_check.own_logits(self.model, tokens)
         self._absorb()
-        self_check.require_equal(torch.cat(found), expected, dtype, config.model_type)
+        parts.require_equal(torch.cat(found), expected, dtype, config.model_type)
 
     def _absorb(self) -> None:
         """Make latent layers attend in their latent space."""
