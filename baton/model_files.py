@@ -131,8 +131,8 @@ def require_runnable(folder: Path) -> None:
         raise ModelLoadError(f"architectures in {path} must be a list of names")
     if architectures and not any(str(name).endswith(CONTINUES_TEXT) for name in architectures):
         raise ModelLoadError(
-            f"{folder} holds a {architectures[0]}, which does not continue a text token by token; this version runs "
-            f"architectures that end in {', '.join(CONTINUES_TEXT)}"
+            f"{folder} holds a {architectures[0]}; this version runs models that continue a text token by token, "
+            f"whose architectures end in {', '.join(CONTINUES_TEXT)}"
         )
     if config.get("is_encoder_decoder") is True:
         raise ModelLoadError(

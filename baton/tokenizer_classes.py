@@ -27,7 +27,7 @@ FILE = "TokenizersBackend"
 """Class that reads tokenizer.json unchanged."""
 _OF_CLASS = {
     "CohereTokenizer": "aya_vision cohere cohere2",
-    "GPT2Tokenizer": "gpt2 jais2 opt phi starcoder2",
+    "GPT2Tokenizer": "dbrx gpt2 jais2 opt phi starcoder2",
     "GPTNeoXTokenizer": "gpt_neox mpt olmo olmoe",
     "GemmaTokenizer": "gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text",
     "Qwen2Tokenizer": "internvl ovis2 qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe",

@@ -15,22 +15,23 @@ from engine.model.asking import ask
 from engine.model.attention_choice import MAX_DIM, MAX_SHARING
 from engine.native.spec import FAMILIES
 from tests.integration.test_engine_models import EXTRAS, SIZES
-from tests.support.families import OFTEN, OTHERS
+from tests.support.families import OFTEN, OTHERS, RECURRENT, WHOLE_PROMPTS
 from tools.chart_docs import between
 
 PAGE = Path("docs/models.md")
 BEGIN, END = "<!-- models: written by `python -m tools.model_docs` -->", "<!-- end of models -->"
 BLOCK_SIZE = 16
+OURS = OTHERS | OFTEN | RECURRENT | WHOLE_PROMPTS
 
 
 def types() -> list[str]:
     """The types that tests hold against `generate`."""
-    return sorted({*FAMILIES, *OFTEN, *OTHERS})
+    return sorted({*FAMILIES, *OURS})
 
 
 def table() -> str:
     """The rows of all types."""
-    head = ["| Type | KiB per token | What attention keeps | Tensor parallel | Native step | GPU kernels |"]
+    head = ["| Type | KiB per token | What layers keep | Tensor parallel | Native step | GPU kernels |"]
     return "\n".join([*head, "|---|---|---|---|---|---|", *map(row, types()), ""])
 
 
@@ -39,15 +40,21 @@ def row(kind: str) -> str:
     try:
         shape, of_test = ask(CONFIG_MAPPING[kind]()).shape, False
     except ModelLoadError:  # the default configuration lacks some fields
-        sizes = SIZES | EXTRAS.get(kind, {}) | OTHERS.get(kind, {}) | OFTEN.get(kind, {})
+        sizes = SIZES | EXTRAS.get(kind, {}) | OURS.get(kind, {})
         shape, of_test = ask(CONFIG_MAPPING[kind](**sizes)).shape, True
-    spec, is_latent = shape.cache_spec(BLOCK_SIZE, "bfloat16", 1), shape.is_latent
-    kept = [f"{len(g.layers)} x {g.num_kv_heads} x ({g.k_dim} + {g.v_dim})" for g in spec.groups]
+    spec, is_latent = shape.cache_spec(BLOCK_SIZE, "bfloat16", 1, "bfloat16"), shape.is_latent
+    kept = [
+        f"{len(g.layers)} x {g.num_kv_heads} x ({g.k_dim} + {g.v_dim}){f' window {g.window}' if g.window else ''}"
+        for g in spec.groups
+        if g.layers
+    ]
+    kept += [f"states of {spec.state_bytes / 2**20:.1f} MiB"] * bool(spec.states and not of_test)
+    kept += ["states"] * bool(spec.states and of_test) + ["whole prompts"] * (kind in WHOLE_PROMPTS)
     kept += [f"{len(spec.reads)} layers read others'"] * bool(spec.reads)
     kept += [{"s_aux": "sinks", "softcap": "limited scores"}[name] for name in sorted(shape.honours)]
     kept += ["latents"] * is_latent + ["of the test's tiny model"] * of_test
     dims = max(max(group.k_dim, group.v_dim) for group in spec.groups)
-    by_kernels = not is_latent and dims <= MAX_DIM and max(shape.sharing(spec)) <= MAX_SHARING
+    by_kernels = bool(shape.layers) and not is_latent and dims <= MAX_DIM and max(shape.sharing(spec)) <= MAX_SHARING
     size = "" if of_test else f"{spec.block_bytes / BLOCK_SIZE / 1024:g}"
     said = [size, ", ".join(kept), *map(_yes, (shape.splits_heads, kind in FAMILIES, by_kernels))]
     return f"| `{kind}` | {' | '.join(said)} |"

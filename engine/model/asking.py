@@ -159,8 +159,8 @@ def _auto_class(config: Any) -> Any:
     known = {name for _, names in found for name in ([names] if isinstance(names, str) else names)}
     if architectures and not any(name in known or name.endswith(CAUSAL) for name in architectures):
         raise ModelLoadError(
-            f"config.json describes a {architectures[0]}, which does not continue a text token by token; models of "
-            f"type {kind!r} that do are {', '.join(sorted(known))}"
+            f"config.json describes a {architectures[0]}; the models of type {kind!r} that continue a text token by "
+            f"token are {', '.join(sorted(known))}"
         )
     return found[0][0]
 

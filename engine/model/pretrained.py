@@ -26,6 +26,10 @@ DTYPES = ("torch_dtype", "dtype")
 LAYERS = ("depth", "encoder_layers", "n_layer", "n_layers", "num_hidden_layers", "num_layers")
 """Names of numbers of layers in the parts of a configuration. A part with more layers than the files have tensors takes
 long to create even without memory."""
+TEXTS = ("decoder", "generator", "text_config")
+"""Fields of which transformers takes the first one for the configuration of the text, whatever the type."""
+LEAST = {"sliding_window": 1, "vocab_size": 2}
+"""Sizes with their smallest values: attention sees its own token, and one token leaves no choice."""
 MOST_LAYERS = 256
 """Number of layers that no part needs tensors for."""
 
@@ -47,12 +51,18 @@ def read_config(path: str) -> Any:
             )
         raise ModelLoadError(f"{path} holds a model of type {str(kind)[:100]!r}, which transformers does not know")
     config_class = CONFIG_MAPPING[kind]
-    if described.get("text_config") is not None and "text_config" not in config_class.sub_configs:
-        raise ModelLoadError(
-            f"{path}/config.json has text_config, as models of several kinds of input have, and models of type "
-            f"{kind!r} have none: give the model's other config.json, or remove the field that is wrong"
-        )
-    return config_class.from_dict(described)
+    for part in TEXTS:
+        if described.get(part) is not None and part not in config_class.sub_configs:
+            raise ModelLoadError(
+                f"{path}/config.json has {part}, as models of several parts have, and models of type {kind!r} have "
+                "none: give the model's other config.json, or remove the field that is wrong"
+            )
+    config = config_class.from_dict(described)
+    for name, least in LEAST.items():
+        given = getattr(config.get_text_config(decoder=True), name, None)
+        if type(given) is int and given < least:
+            raise ModelLoadError(f"{path}/config.json says {given} as {name}; it must be {least} or more")
+    return config
 
 
 def ask_folder(folder: Path, config: Any) -> AskedModel:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -241,29 +241,35 @@ class ModelRank:
         tokens = self_check.probe_tokens(config.vocab_size, num_tokens)
         self.cache = KVCache(spec, num_blocks_for(len(tokens), 16), 2, device)
         self._attention = TorchAttention(self.cache)
-        found = self._found_logits(self_check.steps(tokens, spec))
-        for module in self._latent.values():
-            release(module)
-        expected = self_check.own_logits(self.model, tokens)
-        self._absorb()
         try:
-            self_check.require_equal(found, expected, dtype, config.model_type)
+            self._compare(list(self_check.steps(tokens, spec)), tokens)
         except ModelLoadError:
             if not spec.states:
                 raise
-            found = self._found_logits(self_check.steps(tokens, spec, self_check.WHOLE_ENDS))
-            self_check.require_equal(found, expected, dtype, config.model_type)
+            self._compare(list(self_check.steps(tokens, spec, self_check.WHOLE_ENDS)), tokens)
             return True
         return False
 
-    def _found_logits(self, steps: Iterable[RankStep]) -> torch.Tensor:
-        """Return the logits of first steps, `[tokens, vocabulary]`."""
+    def _compare(self, steps: Sequence[RankStep], token_ids: list[int]) -> None:
+        """Require that steps over all tokens compute what the model's own attention computes.
+
+        Raises:
+            ModelLoadError: they differ, or cannot be computed.
+        """
+        parts = self_check.Parts(self.model)
         try:
-            return torch.cat([self._forward(step, ignore_layer) for step in steps])
+            with parts.recorded():
+                found = torch.cat([self._forward(step, ignore_layer) for step in steps])
         except ModelLoadError:
             raise
         except Exception as error:  # the model's own code
             raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
+        for module in self._latent.values():
+            release(module)
+        with parts.given():
+            expected = self_check.own_logits(self.model, token_ids)
+        self._absorb()
+        parts.require_equal(found, expected, self.model.dtype, self._shape.config.model_type)
 
     def _absorb(self) -> None:
         """Make latent layers attend in their latent space."""

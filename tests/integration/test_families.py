@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from opentelemetry.context import Context
+from transformers import AttentionInterface
 
 from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
@@ -29,6 +30,7 @@ from engine.core.beams import BeamSearch
 from engine.core.kv_spec import KVSpec
 from engine.model import asking, self_check
 from engine.model.asking import ask
+from engine.model.attention import ATTENTION_NAME, paged_attention
 from engine.model.transformers_model import ModelRank
 from engine.model.transformers_runner import TransformersRunner
 from prefill_worker.service import PrefillService
@@ -280,10 +282,45 @@ def test_a_model_that_only_its_own_attention_computes_is_refused(
     forward = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", with_memory)
     save_untied("llama", {}, tmp_path)
-    with pytest.raises(ModelLoadError, match=r"type 'llama' are not supported: .* differ from those of its own"):
+    with pytest.raises(ModelLoadError, match=r"type 'llama' are not supported: .* otherwise than with its own"):
         make_engine(tmp_path)
-    monkeypatch.setattr(self_check, "require_equal", lambda *_: None)
+    monkeypatch.setattr(self_check.Parts, "require_equal", lambda *_: None)
     make_engine(tmp_path)
+
+
+ROUNDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "without sinks": ("gpt_oss", {"s_aux": lambda sinks: None}),
+    "without limits of scores": ("gemma2", {"softcap": lambda limit: None}),
+    "a narrower window": ("gpt_oss", {"sliding_window": lambda window: window and window - 1}),
+    "a wider window": ("olmo3", {"sliding_window": lambda window: window and window + 1}),
+    "other scaling": ("deepseek_v3", {"scaling": lambda scaling: scaling * 1.1}),
+}
+
+
+@pytest.mark.parametrize("change", ROUNDED)
+def test_attention_that_differs_is_refused_in_bfloat16_too(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(*given: Any, **terms: Any) -> Any:
+        return paged_attention(*given, **(terms | {name: edit(terms.get(name)) for name, edit in edits.items()}))
+
+    kind, edits = ROUNDED[change]
+    save_untied(kind, OFTEN[kind], tmp_path)
+    load_rounded(tmp_path)
+    monkeypatch.setitem(AttentionInterface._global_mapping, ATTENTION_NAME, attend)
+    with pytest.raises(ModelLoadError, match=r"layers\.\d\.self_attn otherwise than with its own"):
+        load_rounded(tmp_path)
+
+
+def load_rounded(folder: Path) -> None:
+    TransformersRunner(ModelConfig(path=str(folder), device="cpu", dtype="bfloat16"), ENGINE)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
+def test_rounding_does_not_add_up_over_the_layers(kind: str, tmp_path: Path) -> None:
+    """Each layer of experts with weights this large chooses by the rounding of the layers before it."""
+    save_untied(kind, OFTEN[kind] | {"initializer_range": 0.5, "num_hidden_layers": 32}, tmp_path)
+    load_rounded(tmp_path)
 
 
 def test_a_checkpoint_in_mxfp4_answers_as_its_numbers_in_float32(tmp_path: Path) -> None:
@@ -354,6 +391,18 @@ GRANITE4 = {
         (
             {"part_config": {"depth": 10**9}},
             "does not fit .* 1000000000 as depth of part_config",
+        ),
+        ({"decoder": {}}, "has decoder, .* models of type 'llama' have none"),
+        ({"generator": {}}, "has generator, .* models of type 'llama' have none"),
+        ({"sliding_window": 0}, "says 0 as sliding_window; it must be 1 or more"),
+        ({"vocab_size": 1}, "says 1 as vocab_size; it must be 2 or more"),
+        (
+            {"architectures": ["Idefics2ForConditionalGeneration"]},
+            "describes a Idefics2ForConditionalGeneration; the models of type 'llama' that .* are LlamaForCausalLM",
+        ),
+        (
+            {"architectures": ["BertGenerationDecoder"]},
+            "holds a BertGenerationDecoder; this version runs models that .*, whose architectures end in ForCausalLM, ",
         ),
     ],
 )

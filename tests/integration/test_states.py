@@ -26,6 +26,8 @@ from engine.core.kv_spec import EMPTY_PLACE, BlockTables
 from engine.core.runner import NotedLayers, OnLayerDone, StepInput, StepPart, ignore_layer
 from engine.model import self_check
 from engine.model.asking import ask
+from engine.model.rank_step import RankStep
+from engine.model.recurrent import Wanted, passes_of
 from engine.model.transformers_runner import TransformersRunner
 from tests.integration import test_beams
 from tests.integration.test_engine_models import (
@@ -176,11 +178,11 @@ class Failing:
             raise out_of_memory()
 
 
-class FailingScatter(TorchDispatchMode):
+class FailingScatter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fails when states are written; each pass writes the states of each kind."""
 
     def __init__(self, failing: Failing) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.failing = failing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -202,7 +204,12 @@ def test_a_step_that_fails_anywhere_and_is_computed_again_gives_the_same(
         layers[-1].register_forward_pre_hook(failing.call)
     if where == "sampler":
         sample = runner._sampler.sample_and_score
-        monkeypatch.setattr(runner._sampler, "sample_and_score", lambda *a: (failing.call(), sample(*a))[1])
+
+        def sampled(*given: Any) -> Any:
+            failing.call()
+            return sample(*given)
+
+        monkeypatch.setattr(runner._sampler, "sample_and_score", sampled)
     if where == "scatter":
         with FailingScatter(failing):
             found = Driver(runner, 48).answers(prompts())
@@ -239,11 +246,11 @@ def test_what_is_in_a_row_that_a_new_sequence_takes_does_not_matter(folder_of: C
     assert Driver(spoiled, 48).answers(prompts()) == Driver(clean, 48).answers(prompts())
 
 
-class Counted(TorchDispatchMode):
+class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations on whole tensors of states."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts = dict.fromkeys(names, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -355,6 +362,35 @@ def test_layers_are_reported_once_and_in_order_when_all_tokens_are_there(folder_
         assert done == [0, 1, 2, 3]
         layers += done
     assert len(layers) == 12
+
+
+def test_rows_of_logits_are_in_the_order_of_the_step() -> None:
+    """First those of tokens that are sampled, then those of scored prompts, whichever pass computes them."""
+
+    def part(num_tokens: int, num_computed: int) -> StepPart:
+        sequence = Kept(0, [0] * (num_tokens + num_computed), num_tokens, num_computed)
+        read = 1 if num_computed else EMPTY_PLACE
+        tables: BlockTables = ((), (read, 0))
+        return StepPart(
+            sequence_key=0, token_ids=tuple(sequence.tokens[num_computed:]), num_computed_tokens=num_computed,
+            block_ids=tables, num_kv_tokens=(), sample=True, is_decoding=False, sampling=SamplingParams(),
+            choice_index=0, num_prompt_tokens=num_tokens,
+        )  # fmt: skip
+
+    parts = [part(3, 0), part(4, 8), part(1, 0), part(1, 5), part(1, 6)]
+    passes = list(passes_of(parts))
+    assert [(each.begin, each.end, each.is_stacked) for each in passes] == [
+        (0, 3, False),
+        (3, 7, False),
+        (7, 8, False),
+        (8, 10, True),
+    ]
+    wanted = Wanted.of(RankStep(parts, [0, 3, 4], num_scored=[2, 3, 0, 0, 0]), passes)
+    tokens = torch.arange(10)[:, None]
+    found = [tokens[each.begin : each.end][rows or [0]] for each, rows in zip(passes, wanted.rows, strict=True)]
+    assert wanted.joined(found).flatten().tolist() == [2, 8, 9, 0, 1, 3, 4, 5]
+    none = Wanted.of(RankStep(parts, []), passes)
+    assert len(none.joined([row[:1] for row in found])) == 1
 
 
 @pytest.mark.parametrize("kind", AGAIN)

@@ -163,9 +163,9 @@ def test_each_recommendation_that_changes_an_answer_is_named(name: str, value: o
     [
         (
             {"architectures": ["Qwen3ForSequenceClassification"]},
-            "holds a Qwen3ForSequenceClassification, which does not",
+            "holds a Qwen3ForSequenceClassification; this version runs",
         ),
-        ({"architectures": ["Qwen3Model"]}, "holds a Qwen3Model, which does not continue a text"),
+        ({"architectures": ["Qwen3Model"]}, "holds a Qwen3Model; this version runs models that continue a text"),
         (
             {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
             "holds a model of type 't5' with an encoder for its input and a decoder for its output",

@@ -292,7 +292,7 @@ def test_there_may_be_no_first_token_to_go_on_from() -> None:
     prompt = numbers(3, 40)
     receiver = engine.add(engine_spec(prompt, 5), Purpose.RECEIVE, 0.0)
     drain(engine)
-    write_prompt_kv(engine.runner.caches[0], receiver, 0)
+    write_prompt_kv(engine.runner.caches[0], receiver, (0,))
     assert engine.insert(receiver, None, 1.0) is None
     assert generated(drain(engine), receiver) == expected_tokens(prompt, 5)
     assert is_empty(engine)

@@ -53,7 +53,7 @@ MISTAKES = {
     ),
     "a folder that is not there": Mistake(words="up --model ./none", sentence="none does not exist"),
     "a model that writes nothing": Mistake(
-        words="up --model {models}/bert", sentence="holds a BertModel, which does not continue a text"
+        words="up --model {models}/bert", sentence="holds a BertModel; this version runs models that continue a text"
     ),
     "weights of another format": Mistake(
         words="up --model {models}/bin", sentence="Convert them with transformers' save_pretrained"
