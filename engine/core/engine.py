@@ -203,7 +203,15 @@ class Engine:
             if sequence.status is Status.RESERVED:
                 begins = sequence.begins if self.pool.has_windows else ()
                 tables, num_tokens = sequence.block_ids, sequence.num_tokens
-                outputs.append(Reserved(sequence.key, tables, num_tokens, num_cached_tokens, begins))
+                outputs.append(
+                    Reserved(
+                        sequence_key=sequence.key,
+                        block_ids=tables,
+                        num_tokens=num_tokens,
+                        num_cached_tokens=num_cached_tokens,
+                        begins=begins,
+                    )
+                )
             elif sequence.purpose is Purpose.PREFILL:
                 outputs.append(Admitted(sequence.key, sequence.block_ids, num_cached_tokens))
         return schedule.step, outputs
@@ -214,7 +222,6 @@ class Engine:
         read_before, self._read_by_next = self._read_by_next, []
         eos_token_ids, max_model_len = self.runner.eos_token_ids, self.runner.max_model_len
         key_tokens, known, prefill = self.pool.key_tokens, self.sequences, Purpose.PREFILL
-        has_states, has_windows = self.pool.rows is not None, self.pool.has_windows
         generated = Generated.__new__  # see `Sequence.part`
         if output.proposed is not None and self._draft_model is not None:
             self._draft_model.commit(step, output)
@@ -227,7 +234,7 @@ class Engine:
             sequence.in_flight -= 1
             if sequence.num_ahead_tokens:
                 sequence.catch_up()
-            elif has_states:
+            elif self.pool.rows is not None:
                 self.pool.release(self.scheduler.blocks.advance(sequence))
             if sequence.aborted:
                 self.end(sequence)
@@ -255,8 +262,6 @@ class Engine:
                 if sequence.in_flight:  # its table may change, but the step planned ahead reads the old one's blocks
                     self._read_by_next.append(self._pins.take(self.scheduler.blocks.unregistered(sequence)))
                 self.scheduler.blocks.register_computed(sequence)
-                if has_windows:
-                    self.scheduler.blocks.release_passed(sequence)
             if not token_ids:
                 continue
             report = None

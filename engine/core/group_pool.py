@@ -36,7 +36,7 @@ class Prefix(NamedTuple):
     tables: tuple[list[int], ...]
     """The beginning of each block table. The states' table has the snapshot, or an empty place if there is no token."""
     begins: tuple[int, ...]
-    """For each layer group, the number of leading tokens that are in its blocks or not needed."""
+    """Number of leading tokens that are in the blocks or not needed, by layer group."""
 
 
 class GroupPool:

@@ -18,7 +18,7 @@ from engine.core.kv_spec import BlockTables
 from engine.core.runner import Fence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
     """A RECEIVE sequence has its blocks."""
 

@@ -89,7 +89,7 @@ class Sequence:
     num_registered_keys: int = 0
     """Number of leading block keys under which its blocks are registered in the prefix cache."""
     begins: tuple[int, ...] = ()
-    """For each layer group, the token from which KV was missing at its last admission."""
+    """Token from which KV was missing at the last admission, by layer group."""
     snapshot_ends: tuple[int, ...] = ()
     """Numbers of tokens at which a step over its prompt ends, and a snapshot of its state is kept."""
     passing_key: bytes | None = None

@@ -85,13 +85,14 @@ class SequenceBlocks:
             self.pool.rows.release(rows[1:])
             sequence.block_ids = (*tables, rows[:1])
 
-    def release_passed(self, sequence: Sequence) -> None:
-        """Give back the blocks that have left the windows of a sequence."""
-        sequence.block_ids = self.pool.without_passed(sequence.block_ids, sequence.num_computed_tokens)
-
     def register_computed(self, sequence: Sequence) -> None:
-        """Register the blocks that have become full, and the state after them: other sequences can share them."""
+        """Register the blocks that have become full, and the state after them: other sequences can share them.
+
+        Blocks that have left the sequence's windows are given back.
+        """
         self._register_blocks(sequence)
+        if self.pool.has_windows:
+            sequence.block_ids = self.pool.without_passed(sequence.block_ids, sequence.num_computed_tokens)
         if self.pool.rows is not None and self.pool.caches_prefixes:
             self._register_state(sequence, self.pool.rows)
 

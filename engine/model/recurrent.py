@@ -74,7 +74,7 @@ class Wanted(NamedTuple):
     """Rows of logits that a step wants of its passes."""
 
     rows: tuple[list[int], ...]
-    """For each pass, the rows among its own tokens, ascending."""
+    """Rows of each pass among its own tokens, ascending."""
     order: list[int]
     """Place of each row of the result among the rows of all passes."""
 

@@ -27,7 +27,7 @@ NUM_TOKENS = 50
 ENDS = (24, 47, 48, 49, 50)
 """Ends of the parts in which the tokens are computed: two chunks, then one by one."""
 WHOLE_ENDS = ENDS[1:]
-"""The same with one chunk, for models whose layers lose their state between chunks."""
+"""Ends with one chunk, for models whose layers lose their state between chunks."""
 OWN_ATTENTION = ("sdpa", "eager")
 """Transformers' own attentions, in the order in which they are tried: some models have only the last one."""
 TOLERANCE = 0.01

@@ -53,7 +53,7 @@ class KeptStates:
     """Data type that the model insists on; empty: that of its computation."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Configuration of a model, and what its layers keep.
 

@@ -223,7 +223,7 @@ class ModelDescription:
         layer = AttentionLayer(
             num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, k_dim=self.head_dim, v_dim=self.head_dim
         )
-        return ModelShape(config, dict.fromkeys(range(self.num_layers), layer))
+        return ModelShape(config=config, layers=dict.fromkeys(range(self.num_layers), layer))
 
 
 def describe(config: Any) -> ModelDescription:

@@ -22,7 +22,7 @@ def shape_of(spec: KVSpec, num_sharing: int, **others: Any) -> ModelShape:
         )
         for layer, group in sorted(of_layer.items())
     }
-    return ModelShape(SimpleNamespace(model_type="made"), layers, **others)
+    return ModelShape(config=SimpleNamespace(model_type="made"), layers=layers, **others)
 
 
 def spec_of_model(config: Any, dtype: str = "float32", block_size: int = 16) -> KVSpec:

@@ -254,7 +254,9 @@ class ScriptedSequence:
             case Purpose.RECEIVE:
                 self._grow(len(self._tokens))
                 num_wanted = len(self._tokens) - self._engine._computes_last_token
-                self._queue.put_nowait(Reserved(self._key, self.tables, num_wanted, 0))
+                self._queue.put_nowait(
+                    Reserved(sequence_key=self._key, block_ids=self.tables, num_tokens=num_wanted, num_cached_tokens=0)
+                )
                 first_token, num_tokens = await self._inserted
                 self._num_computed = len(self._tokens) if num_tokens is None else num_tokens
                 if first_token is not None:

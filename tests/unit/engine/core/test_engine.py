@@ -100,7 +100,12 @@ def admitted(sequence: Sequence, num_cached_tokens: int = 0) -> Admitted:
 
 def reserved_for(sequence: Sequence, num_cached_tokens: int = 0) -> Reserved:
     """What the engine says when it has the blocks for KV from elsewhere."""
-    return Reserved(sequence.key, sequence.block_ids, sequence.num_tokens, num_cached_tokens)
+    return Reserved(
+        sequence_key=sequence.key,
+        block_ids=sequence.block_ids,
+        num_tokens=sequence.num_tokens,
+        num_cached_tokens=num_cached_tokens,
+    )
 
 
 def drain(engine: Engine, max_steps: int = 10_000) -> list[Output]:

@@ -179,7 +179,9 @@ def test_kv_that_went_through_other_layouts_gives_the_same_tokens(
     assert isinstance(first, Generated)
     receiver = decode.add(make_spec(prompt, request.node.name), Purpose.RECEIVE, 0.0)
     (reserved,) = outputs_of(decode)
-    assert reserved == Reserved(receiver.key, receiver.block_ids, len(prompt), 0)
+    assert reserved == Reserved(
+        sequence_key=receiver.key, block_ids=receiver.block_ids, num_tokens=len(prompt), num_cached_tokens=0
+    )
 
     source, target = held_by(prefill, held), held_by(decode, receiver)
     at = source
