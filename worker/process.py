@@ -47,6 +47,7 @@ from baton.visible import in_line
 from decode_worker.service import DecodeService
 from deploy.models import cache_dir
 from deploy.processes import FENCED, tell_parent
+from engine.core.pool_sizes import in_words
 from engine.core.runner import Runner
 from engine.runners import make_runner
 from kvstore.transfer.transport.nccl_log import private_log
@@ -94,6 +95,7 @@ async def running(
     port = rpc.bind(host, 0, member.tls)
     async with member.joined(rpc, port) as ended:
         logger.info("%s joins at %s, as a %s worker of release %s", worker_id, member.info.address, role, VERSION)
+        logger.info("each rank has %s", in_words(runner.spec, runner.num_blocks))
         yield control, ended
 
 

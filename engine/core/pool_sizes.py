@@ -13,6 +13,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from baton.blocks import num_blocks_for
+from baton.memory import GIB
 from engine.core.kv_spec import KVSpec
 
 FULL_LENGTH_SEQUENCES = 64
@@ -64,6 +65,20 @@ def pool_bytes(spec: KVSpec, sizes: tuple[int, ...]) -> int:
         number * len(group.layers) * group.row_bytes for number, group in zip(sizes, spec.groups, strict=False)
     )
     return blocks + (sizes[-1] * spec.state_bytes if spec.states else 0)
+
+
+def in_words(spec: KVSpec, sizes: tuple[int, ...]) -> str:
+    """Return one line about a pool's tables: their sizes, and the bytes of a token, a window and a state."""
+    parts = []
+    for number, group in zip(sizes, spec.groups, strict=False):
+        of_token = len(group.layers) * group.row_bytes / group.block_size
+        per = f"{of_token / 2**10:g} KiB per token"
+        if group.window:
+            per = f"window of {group.window} tokens: {of_token * group.window / 2**20:g} MiB, {per}"
+        parts.append(f"{number} blocks of {group.block_size} tokens ({per})")
+    if spec.states:
+        parts.append(f"{sizes[-1]} rows of states ({spec.state_bytes / 2**20:g} MiB)")
+    return f"{pool_bytes(spec, sizes) / GIB:.2f} GiB of KV: {', '.join(parts)}"
 
 
 def num_blocks_within(spec: KVSpec, num_bytes: int, needs: PoolNeeds) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -107,25 +108,41 @@ def scenario_of(options: SimulateOptions) -> Scenario:
     """Return the scenario of the first pools. Raise ConfigError, as `run` does."""
     if options.profile not in PROFILES:
         raise ConfigError(f"no profile is called {options.profile!r}; there are {', '.join(PROFILES)}")
-    for name in ("blocks", "ttft_ms", "itl_ms"):
+    for name in ("blocks", "ttft_ms", "itl_ms", "snapshot_tokens"):
         if (value := getattr(options, name)) is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be more than 0, got {value}")
+    for name, value in (("window", options.window), ("state-tokens", options.state_tokens)):
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"--{name} must be at least 0, got {value}")
+    if not 0 <= options.full_share <= 1:
+        raise ConfigError(f"--full-share must be from 0 to 1, got {options.full_share}")
     trace, objective = options.trace.trace(), Objective(options.ttft_ms / 1e3, options.itl_ms / 1e3)
     if options.costs is not None:
-        return measured_scenario(
+        scenario = measured_scenario(
             trace, read_bench(options.costs), options.prefill, options.decode, objective,
             max_output=options.max_output, num_blocks=options.blocks, seed=options.trace.seed,
         )  # fmt: skip
+        return replace(scenario, shape=_with_layers(scenario.shape, scenario.trace, options))
     num_blocks = options.blocks or DEFAULT_BLOCKS
     trace = plan_for(trace, num_blocks * trace.block_tokens, options.max_output).trace if options.max_output else trace
     return Scenario(
         trace=trace,
-        shape=WorkerShape(num_blocks=num_blocks, block_tokens=trace.block_tokens),
-        costs=PROFILES[options.profile],
+        shape=_with_layers(WorkerShape(num_blocks=num_blocks, block_tokens=trace.block_tokens), trace, options),
+        costs=PROFILES[options.profile].with_layers(options.full_share, options.window, options.state_tokens),
         prefill=options.prefill,
         decode=options.decode,
         objective=objective,
         seed=options.trace.seed,
+    )
+
+
+def _with_layers(shape: WorkerShape, trace: Trace, options: SimulateOptions) -> WorkerShape:
+    return replace(
+        shape,
+        window=options.window,
+        has_states=options.state_tokens > 0,
+        snapshot_tokens=options.snapshot_tokens,
+        longest=max(request.num_prompt_tokens + request.num_output_tokens for request in trace.requests),
     )
 
 
@@ -181,6 +198,10 @@ def _document(options: SimulateOptions, scenario: Scenario, ceiling: float, cell
         "profile": None if options.costs else options.profile,
         "costs": scenario.costs.as_dict(),
         "blocks": scenario.shape.num_blocks,
+        "window": options.window,
+        "full_share": options.full_share,
+        "state_tokens": options.state_tokens,
+        "snapshot_tokens": options.snapshot_tokens,
         "tell_all": options.tells_all,
         "error": options.error,
         "objective": {"ttft_ms": options.ttft_ms, "itl_ms": options.itl_ms},

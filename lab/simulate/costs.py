@@ -29,6 +29,9 @@ class CostModel:
     steps: StepCosts
     transfer_latency_s: float
     transfer_s_per_token: float
+    transfer_s_per_window_token: float = 0.0
+    """The same for layers with a window, of which only the window is transferred."""
+    transfer_s_per_state: float = 0.0
     prefill_steps: StepCosts | None = None
     """Costs of a prefill worker's steps, if they differ."""
     request_overhead_s: float = 0.0
@@ -41,9 +44,34 @@ class CostModel:
     numbers of sequences, interpolated between them. Seconds may be negative, but a step takes at least a quarter of
     the time in `steps`."""
 
-    def transfer_s(self, num_tokens: int) -> float:
+    def transfer_s(self, num_tokens: int, num_window_tokens: int = 0) -> float:
         """Return the time from the first byte of a prompt's KV to the commit."""
-        return self.transfer_latency_s + self.transfer_s_per_token * num_tokens
+        tokens_s = self.transfer_s_per_token * num_tokens + self.transfer_s_per_window_token * num_window_tokens
+        return self.transfer_latency_s + tokens_s + self.transfer_s_per_state
+
+    def with_layers(self, full_share: float, window: int, state_tokens: float) -> CostModel:
+        """Return the costs of a model of the same size, of which some layers have windows or states.
+
+        Args:
+            full_share: share of a token's KV and attention in layers without a window.
+            window: tokens to which the other layers attend; 0: they have no KV. Shorter contexts cost as much.
+            state_tokens: size of a sequence's states, in tokens whose KV in all layers is as large.
+        """
+        steps, others = self.steps, 1 - full_share
+        read = others * window + 2 * state_tokens  # a state is read and written
+        return replace(
+            self,
+            steps=replace(
+                steps,
+                s_per_token=steps.s_per_token + steps.s_per_pair * others * window,
+                s_per_pair=steps.s_per_pair * full_share,
+                s_per_sequence=steps.s_per_sequence + steps.s_per_kv_token * read,
+                s_per_kv_token=steps.s_per_kv_token * full_share,
+            ),
+            transfer_s_per_token=self.transfer_s_per_token * full_share,
+            transfer_s_per_window_token=self.transfer_s_per_token * others,
+            transfer_s_per_state=self.transfer_s_per_token * state_tokens,
+        )
 
     def of_prefill(self) -> CostModel:
         """Return the costs of a prefill worker, all of whose steps contain prompts."""

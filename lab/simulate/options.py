@@ -22,6 +22,14 @@ class SimulateOptions:
     blocks: Annotated[int | None, typer.Option(help="KV blocks per worker.", show_default="5000, or as in --costs")] = (
         None
     )
+    window: Annotated[int, typer.Option(help="Window of the layers that have one, in tokens; 0: there are none.")] = 0
+    full_share: Annotated[
+        float, typer.Option(help="Share of a token's KV in layers without a window. The others keep --window tokens.")
+    ] = 1.0
+    state_tokens: Annotated[
+        float, typer.Option(help="Size of a sequence's states, in tokens whose KV is as large; 0: there are none.")
+    ] = 0.0
+    snapshot_tokens: Annotated[int, typer.Option(help="Tokens between two snapshots of states.")] = 1024
     profile: Annotated[str, typer.Option(help="Model and GPUs of a worker; `list` shows the available ones.")] = (
         "llama-3-70b@8xa100"
     )

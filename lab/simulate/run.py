@@ -93,9 +93,8 @@ def run_all(runs: Sequence[tuple[str, Scenario]], jobs: int = 0) -> Iterator[Res
 def _placer(policy: str, scenario: Scenario) -> Placer:
     if policy == Production.name:
         costs = scenario.costs
-        prices = Prices(
-            costs.transfer_latency_s, costs.transfer_s_per_token, costs.transfer_latency_s, exposed_s_per_token=0.0
-        )
+        fixed_s = costs.transfer_s(0, scenario.shape.window)
+        prices = Prices(fixed_s, costs.transfer_s_per_token, costs.transfer_s(0), exposed_s_per_token=0.0)
         return Production(
             scenario.router, scenario.objective, prices, scenario.error, knows_lengths=scenario.knows_lengths
         )

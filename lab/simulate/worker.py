@@ -1,13 +1,14 @@
 """Worker in virtual time: the production engine, scheduler and block pool with a model that only takes time.
 
-Steps in which every sequence decodes and none waits are executed as one leap, until a sequence needs another block.
+Steps in which every sequence decodes and none waits are executed as one leap, until a sequence needs another block, or
+if the model has states or windows, until it has filled one.
 Only an arrival can interrupt a leap; it ends the leap after the current step.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from baton.cluster import Computes, WorkerLoad, WorkerState
@@ -15,8 +16,9 @@ from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from baton.scores import Sampled
 from engine.core.engine import Engine
-from engine.core.kv_spec import KVSpec, LayerGroup
+from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from engine.core.outputs import Generated, Reserved
+from engine.core.pool_sizes import PoolNeeds, table_sizes
 from engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence
@@ -41,6 +43,44 @@ class WorkerShape:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     output_reservation: int = 512
+    window: int = 0
+    """Window of the layers that have one, in tokens; 0: there are none."""
+    has_states: bool = False
+    snapshot_tokens: int = 1024
+    longest: int = 0
+    """Tokens of the longest sequence, for which a group with a window has blocks; 0: as many as all blocks hold."""
+
+    @property
+    def spec(self) -> KVSpec:
+        """KV layout of a model with such layers, in which sizes in bytes have no meaning."""
+        group = LayerGroup(
+            name="none",
+            layers=(0,),
+            block_size=self.block_tokens,
+            num_kv_heads=1,
+            k_dim=1,
+            v_dim=0,
+            dtype="uint8",
+        )
+        windows = (replace(group, name="window", layers=(1,), window=self.window),) if self.window else ()
+        states = (StateSpec("state", (1,), "uint8"),) if self.has_states else ()
+        return KVSpec((group, *windows), states)
+
+    @property
+    def table_sizes(self) -> tuple[int, ...]:
+        """Blocks of each layer group and rows of states, as an engine divides its memory."""
+        longest = self.longest or self.num_blocks * self.block_tokens
+        needs = PoolNeeds(max_num_seqs=self.max_num_seqs, max_tokens=longest, snapshot_tokens=self.snapshot_tokens)
+        return table_sizes(self.spec, self.num_blocks, needs)
+
+    def num_transferred(self, num_tokens: int, begins: SequenceOf[int] = (0, 0)) -> list[int]:
+        """Return how many tokens of each layer group are transferred with a prefix: of a window, its blocks.
+
+        Args:
+            begins: number of leading tokens that the receiver has, by layer group.
+        """
+        firsts = (group.first_block(num_tokens) * group.block_size for group in self.spec.groups)
+        return [max(0, num_tokens - max(first, begin)) for first, begin in zip(firsts, begins, strict=False)]
 
 
 class CostlyRunner:
@@ -51,17 +91,8 @@ class CostlyRunner:
     computes = Computes()
 
     def __init__(self, shape: WorkerShape) -> None:
-        group = LayerGroup(
-            name="none",
-            layers=(0,),
-            block_size=shape.block_tokens,
-            num_kv_heads=1,
-            k_dim=1,
-            v_dim=0,
-            dtype="uint8",
-        )
-        self.spec = KVSpec((group,))
-        self.num_blocks: tuple[int, ...] = (shape.num_blocks,)
+        self.spec = shape.spec
+        self.num_blocks = shape.table_sizes
         self.caches = ()
         self.name = self.sampler = "simulated"
         self.max_model_len = shape.num_blocks * shape.block_tokens
@@ -146,6 +177,7 @@ class SimulatedWorker:
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=shape.max_num_batched_tokens,
             output_reservation=shape.output_reservation,
+            snapshot_tokens=shape.snapshot_tokens,
         )
         self.engine = Engine(CostlyRunner(shape), limits)
         self.num_requests = 0
@@ -157,6 +189,7 @@ class SimulatedWorker:
         self.busy_s = 0.0
         self._stepped_tokens = 0
         self._step: _Step | None = None
+        self._resumes_anywhere = shape.spec.resumes_anywhere
 
     @property
     def ends_s(self) -> float | None:
@@ -249,6 +282,8 @@ class SimulatedWorker:
             if part.is_decoding:
                 room = sequence.num_block_tokens - part.end
                 leap = min(leap, 1 + room, sequence.spec.max_tokens - sequence.num_output_tokens)
+                if not self._resumes_anywhere:  # snapshots are taken, and windows passed, after whole blocks
+                    leap = min(leap, 1 + -part.end % self.shape.block_tokens)
             else:
                 leap = 1
                 self.computed_tokens += part.num_scheduled_tokens

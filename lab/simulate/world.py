@@ -30,7 +30,7 @@ from lab.simulate.scaler import Scaler, StartOrder
 from lab.simulate.worker import BlocksReserved, PromptComputed, Tokens, key_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from deploy.scaling.values import ScalingDecision
     from engine.core.outputs import Pin
@@ -71,6 +71,7 @@ class World:
         self.now = 0.0
         self._trace = trace
         self._placer = placer
+        self._shape = shape
         self._costs = costs
         self._flights: dict[EngineSequence, Flight] = {}
         self._numbers, self._order = itertools.count(), itertools.count()
@@ -179,7 +180,8 @@ class World:
         del self._flights[sequence]
         source, pin = pinned
         source.engine.unpin(pin)
-        flight.computes.engine.adopt(sequence, num_tokens)
+        if num_tokens:
+            flight.computes.engine.adopt(sequence, num_tokens)
         flight.computes.end(sequence)
         self._begin(flight)
         self._wake(source)
@@ -225,7 +227,7 @@ class World:
                 self._send_prefix(flight, happened)
                 return
             if happened.sequence is flight.moving:
-                took_s = self._costs.transfer_s(happened.sequence.num_tokens - happened.num_cached_tokens)
+                took_s = self._transfer_s(happened.sequence.num_tokens, happened.sequence.begins)
                 self._at(self.now + took_s, lambda: self._taken_over(flight, happened.sequence))
                 return
             flight.receiving, flight.began_s = happened.sequence, self.now
@@ -239,18 +241,24 @@ class World:
         """Start the transfer of a prefix: the part that the source still has and the target lacks."""
         sequence, (source, keys) = reserved.sequence, flight.source
         pin = source.engine.pin_cached(keys)
-        num_there = min(len(pin.block_ids[0]) * self._trace.block_tokens, sequence.num_tokens)
-        num_tokens = max(num_there, reserved.num_cached_tokens)
-        took_s = self._costs.transfer_s(num_tokens - reserved.num_cached_tokens)
+        num_tokens = min(pin.num_tokens, sequence.num_tokens)
+        if num_tokens <= reserved.num_cached_tokens:
+            num_tokens, took_s = 0, self._costs.transfer_latency_s
+        else:
+            took_s = self._transfer_s(num_tokens, sequence.begins)
         self._at(self.now + took_s, lambda: self._pulled(flight, sequence, num_tokens, (source, pin)))
 
     def _computed(self, flight: Flight, sequence: EngineSequence) -> None:
         """Handle a prompt computed on a prefill worker: its first token is out, its KV follows."""
         self._first_token(flight, sequence)
         flight.held, flight.computing = sequence, None
-        transfer_s = self._costs.transfer_s(flight.served.request.num_prompt_tokens)
-        hidden_s = min(self.now - flight.began_s, transfer_s - self._costs.transfer_latency_s)
+        transfer_s = self._transfer_s(flight.served.request.num_prompt_tokens)
+        hidden_s = min(self.now - flight.began_s, transfer_s - self._costs.transfer_s(0))  # the state is the last's
         self._at(self.now + transfer_s - hidden_s, lambda: self._arrived(flight))
+
+    def _transfer_s(self, num_tokens: int, begins: Sequence[int] = (0, 0)) -> float:
+        """Return the duration of a transfer to a worker that has the first `begins` tokens of each layer group."""
+        return self._costs.transfer_s(*self._shape.num_transferred(num_tokens, begins))
 
     def _arrived(self, flight: Flight) -> None:
         assert flight.held is not None

@@ -49,4 +49,5 @@ def test_a_worker_s_log_has_what_its_process_writes_whichever_way(arithmetic_clu
             output.write(f"a library writes to {stream}\n")
     wait_until(lambda: lines()[-2:] == ["a library writes to 1", "a library writes to 2"], 30, seen=lines)
     assert any(f"{name} joins at" in line for line in lines())
+    assert any("blocks of 16 tokens (0.03125 KiB per token)" in line for line in lines())
     assert not any(line.startswith(":actor_name:") for line in lines())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,10 @@ OPTIONS = SimulateOptions(
         ({"decode": 0}, "a pool needs a worker that decodes, got 0 prefill and 0 decode"),
         ({"blocks": 10}, "tokens; a worker's blocks hold 5120"),
         ({"ttft_ms": 0.0}, "--ttft-ms must be more than 0"),
+        ({"snapshot_tokens": 0}, "--snapshot-tokens must be more than 0"),
+        ({"window": -1}, "--window must be at least 0, got -1"),
+        ({"state_tokens": math.nan}, "--state-tokens must be at least 0, got nan"),
+        ({"full_share": 1.5}, "--full-share must be from 0 to 1, got 1.5"),
         ({"costs": Path("nowhere.json")}, "cannot read the costs nowhere.json"),
         ({"trace": TraceOptions(path=Path("nowhere.jsonl"))}, "cannot read the trace nowhere.jsonl"),
     ],
@@ -129,6 +135,18 @@ def test_options_that_do_not_fit_are_refused_in_a_sentence(changes: dict[str, ob
     with pytest.raises(ConfigError) as error:
         scenario_of(SimulateOptions(**{**values, **changes}))
     assert sentence in str(error.value)
+
+
+def test_layers_with_windows_and_states_are_simulated(trace: Path) -> None:
+    options = replace(OPTIONS, trace=TraceOptions(path=trace))
+    dense = scenario_of(options)
+    layers = scenario_of(replace(options, window=1024, full_share=0.25, state_tokens=400.0))
+    assert dense.shape.table_sizes == (5000,)
+    assert layers.shape.table_sizes == (5000, 5000 // 4 + 128 * 3 + 9, 2 * 128 + 2500), "the longest needs 9 blocks"
+    per_token_s = dense.costs.transfer_s_per_token
+    more_s = layers.costs.transfer_s(4096, 1024) - layers.costs.transfer_latency_s
+    assert more_s == pytest.approx(per_token_s * (0.25 * 4096 + 0.75 * 1024 + 400))
+    assert layers.costs.steps.s_per_kv_token == pytest.approx(0.25 * dense.costs.steps.s_per_kv_token)
 
 
 def test_an_unknown_policy_is_named(trace: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,13 +32,14 @@ COSTS = CostModel(steps=STEPS, transfer_latency_s=0.25, transfer_s_per_token=0.1
 """A step takes 1 s and 0.1 s a token."""
 
 
-def shape(num_blocks: int = 64, batch: int = 64, seqs: int = 8) -> WorkerShape:
+def shape(num_blocks: int = 64, batch: int = 64, seqs: int = 8, **layers: Any) -> WorkerShape:
     return WorkerShape(
         num_blocks=num_blocks,
         block_tokens=BLOCK,
         max_num_seqs=seqs,
         max_num_batched_tokens=batch,
         output_reservation=32,
+        **layers,
     )
 
 
@@ -219,6 +221,16 @@ requests_lists = st.lists(
 )
 
 
+layers = st.fixed_dictionaries(
+    {
+        "window": st.sampled_from([0, 0, 1, 20, 64]),
+        "has_states": st.booleans(),
+        "snapshot_tokens": st.sampled_from([16, 64]),
+        "longest": st.just(130),
+    }
+)
+
+
 class Anything:
     """Decides by lot, as hypothesis drew it."""
 
@@ -259,11 +271,12 @@ class Anything:
 
 
 @settings(max_examples=60)
-@given(requests_lists, st.integers(0, 2), st.integers(1, 2), st.integers(10, 40), st.data())
+@given(requests_lists, layers, st.integers(0, 2), st.integers(1, 2), st.integers(10, 40), st.data())
 def test_every_request_is_served_whole_and_nothing_is_left(
-    requests: Trace, prefill: int, decode: int, num_blocks: int, data: st.DataObject
+    requests: Trace, kind: dict[str, int], prefill: int, decode: int, num_blocks: int, data: st.DataObject
 ) -> None:
-    world = World(requests, Anything(data), shape(num_blocks, batch=32, seqs=4), COSTS, prefill=prefill, decode=decode)
+    of = shape(num_blocks, batch=32, seqs=4, **kind)
+    world = World(requests, Anything(data), of, COSTS, prefill=prefill, decode=decode)
     for served in world.run():
         assert served.request.arrival_s < served.first_token_s <= served.finished_s < float("inf")
         assert 1 + sum(count for _, count in served.intervals) == served.request.num_output_tokens
@@ -285,13 +298,13 @@ PREEMPTED_AFTER_A_LEAP = trace(
 
 
 @settings(max_examples=40)
-@given(requests_lists)
-@example(PREEMPTED_AFTER_A_LEAP)
-def test_leaps_change_no_time(requests: Trace) -> None:
+@given(requests_lists, layers)
+@example(PREEMPTED_AFTER_A_LEAP, {})
+def test_leaps_change_no_time(requests: Trace, kind: dict[str, int]) -> None:
     """As long as a step's cost does not grow with the context, which a leap takes as it was at its beginning."""
 
     def times() -> list[tuple[float, float]]:
-        _, served = run(requests, Fixed(HERE), shape(num_blocks=24, batch=32, seqs=4))
+        _, served = run(requests, Fixed(HERE), shape(num_blocks=24, batch=32, seqs=4, **kind))
         return [(one.first_token_s, one.finished_s) for one in served]
 
     leaping = times()

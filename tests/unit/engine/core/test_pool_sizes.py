@@ -1,0 +1,34 @@
+"""Division of a pool's memory, in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
+from engine.core.pool_sizes import PoolNeeds, in_words, num_blocks_within, pool_bytes, table_sizes
+
+FULL = LayerGroup(
+    name="full", layers=tuple(range(10)), block_size=16, num_kv_heads=16, k_dim=128, v_dim=128, dtype="bfloat16"
+)
+SLIDING = replace(FULL, name="sliding", layers=tuple(range(10, 62)), window=1024)
+NEEDS = PoolNeeds(max_num_seqs=8, max_tokens=4096, snapshot_tokens=1024)
+
+
+def test_the_sizes_are_told_with_the_bytes_of_a_token_a_window_and_a_state() -> None:
+    assert in_words(KVSpec((FULL,)), (4096,)) == "5.00 GiB of KV: 4096 blocks of 16 tokens (80 KiB per token)"
+    spec = KVSpec((FULL, SLIDING), (StateSpec("recurrent", (36, 2**21), "uint8"), StateSpec("conv", (2**18,), "uint8")))
+    assert in_words(spec, (4096, 1024, 24)) == (
+        "13.19 GiB of KV: 4096 blocks of 16 tokens (80 KiB per token), 1024 blocks of 16 tokens (window of 1024 "
+        "tokens: 416 MiB, 416 KiB per token), 24 rows of states (72.25 MiB)"
+    )
+    without_attention = replace(spec, groups=(replace(FULL, layers=()),))
+    assert in_words(without_attention, (512, 24)) == (
+        "1.69 GiB of KV: 512 blocks of 16 tokens (0 KiB per token), 24 rows of states (72.25 MiB)"
+    )
+
+
+def test_the_memory_is_used_and_not_exceeded() -> None:
+    spec = KVSpec((FULL, SLIDING), (StateSpec("recurrent", (36, 2**21), "uint8"),))
+    num_blocks = num_blocks_within(spec, 20 * 2**30, NEEDS)
+    assert pool_bytes(spec, table_sizes(spec, num_blocks, NEEDS)) <= 20 * 2**30
+    assert pool_bytes(spec, table_sizes(spec, num_blocks + 1, NEEDS)) > 20 * 2**30
