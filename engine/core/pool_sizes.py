@@ -1,10 +1,11 @@
 """Division of a KV pool's memory among the layer groups and the states: pure.
 
     layers without a window    N blocks
-    layers with a window       the windows of all running sequences, one longest prompt while it is computed, and N / 4
+    layers with a window       N / 2, or one longest prompt while it is computed
     states                     two rows per sequence that may run, and a snapshot per `snapshot_tokens` of the N blocks
 
-N is as large as the memory allows.
+N is as large as the memory allows. Blocks of a model without attention take none, so N is then the greatest useful
+number, and the rows are as many as there is memory for.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ FULL_LENGTH_SEQUENCES = 64
 """Limit of the pool's size, in sequences of maximum length, unless more sequences may run."""
 ROWS_PER_SEQUENCE = 2
 """Rows of the states' pool that a running sequence takes: one is read while the other is written."""
-LEAST_TOKENS = 512
+LEAST_TOKENS = 1024
 """A pool has rows for at most one running sequence per this many tokens of its blocks."""
-CACHED_SHARE = 4
-"""A group with a window keeps cached blocks for one in this many of the other groups' blocks."""
+
+LEAST_SNAPSHOTS = 4
+"""Rows for snapshots in the smallest pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,21 +43,12 @@ class PoolNeeds:
 def table_sizes(spec: KVSpec, num_blocks: int, needs: PoolNeeds) -> tuple[int, ...]:
     """Return the number of blocks for each block table, if groups without a window have `num_blocks`."""
     longest = num_blocks_for(needs.max_tokens, spec.block_size)
-    sizes = [
-        min(
-            num_blocks,
-            longest
-            + needs.max_num_seqs * (num_blocks_for(group.window, group.block_size) + 1)
-            + num_blocks // CACHED_SHARE,
-        )
-        if group.window
-        else num_blocks
-        for group in spec.groups
-    ]
+    windowed = min(num_blocks, max(num_blocks // 2, longest))
+    sizes = [windowed if group.window else num_blocks for group in spec.groups]
     if spec.states:
         num_tokens = num_blocks * spec.block_size
         running = min(needs.max_num_seqs, num_blocks_for(num_tokens, LEAST_TOKENS))
-        sizes.append(ROWS_PER_SEQUENCE * running + max(running, num_tokens // needs.snapshot_tokens))
+        sizes.append(ROWS_PER_SEQUENCE * running + max(running, num_tokens // needs.snapshot_tokens, LEAST_SNAPSHOTS))
     return tuple(sizes)
 
 
@@ -81,11 +74,14 @@ def in_words(spec: KVSpec, sizes: tuple[int, ...]) -> str:
     return f"{pool_bytes(spec, sizes) / GIB:.2f} GiB of KV: {', '.join(parts)}"
 
 
-def num_blocks_within(spec: KVSpec, num_bytes: int, needs: PoolNeeds) -> int:
-    """Return the greatest useful `num_blocks` of `table_sizes` whose tables fit into `num_bytes`; 0: none does."""
+def sizes_within(spec: KVSpec, num_bytes: int, needs: PoolNeeds) -> tuple[int, ...]:
+    """Return the greatest useful `table_sizes` that fit into `num_bytes`; zeros if none do."""
     most = max(FULL_LENGTH_SEQUENCES, needs.max_num_seqs) * num_blocks_for(needs.max_tokens, spec.block_size)
+    if spec.states and not spec.block_bytes:
+        *blocks, rows = table_sizes(spec, most, needs)
+        return (*blocks, min(rows, num_bytes // spec.state_bytes))
 
     def needed(num_blocks: int) -> int:
         return pool_bytes(spec, table_sizes(spec, num_blocks, needs))
 
-    return max(0, bisect_right(range(most + 1), num_bytes, key=needed) - 1)
+    return table_sizes(spec, max(0, bisect_right(range(most + 1), num_bytes, key=needed) - 1), needs)

@@ -20,7 +20,7 @@ from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Drawn, Sampled, TokenScores
 from baton.tokenizer_file import end_of_sequence_ids
 from engine.core.kv_spec import FP8
-from engine.core.pool_sizes import PoolNeeds, num_blocks_within, pool_bytes, table_sizes
+from engine.core.pool_sizes import ROWS_PER_SEQUENCE, PoolNeeds, pool_bytes, sizes_within, table_sizes
 from engine.core.runner import (
     BlockCopy,
     ComputedStep,
@@ -97,8 +97,9 @@ class LogitsRunner(ABC):
             max_num_seqs=self.batch.max_num_seqs, max_tokens=self._model_len, snapshot_tokens=engine.snapshot_tokens
         )
         if not engine.num_blocks:  # refuse before minutes are spent on loading
-            estimated = self._num_blocks_of(_pool_gib(model, engine, self.dtype, devices, self._set_aside))
-        self._make_caches(num_blocks or engine.num_blocks or estimated, devices)
+            pool_gib = _pool_gib(model, engine, self.dtype, devices, self._set_aside)
+        fixed = num_blocks or engine.num_blocks
+        self._make_caches(self._sizes_of(fixed) if fixed else self._sizes_within(pool_gib), devices)
         self.sampler = SAMPLER
         self.vocab_size: int = config.vocab_size  # loading refuses an embedding of another size
         self.eos_token_ids = frozenset(end_of_sequence_ids(Path(model.path)))
@@ -109,27 +110,30 @@ class LogitsRunner(ABC):
         self._last_tokens = LastTokens()
         self._steps = SmallerSteps(self._executed, self._copy_blocks, self.recover)
 
-    def _num_blocks_of(self, pool_gib: float) -> int:
-        """Return the number of blocks in a pool of this size."""
-        return num_blocks_within(self.spec, int(pool_gib * GIB), self._needs)
+    def _sizes_of(self, num_blocks: int) -> tuple[int, ...]:
+        """Return the sizes of the block tables of a pool with this many blocks."""
+        return table_sizes(self.spec, num_blocks, self._needs)
 
-    def _make_caches(self, num_blocks: int, devices: Sequence[torch.device]) -> None:
+    def _sizes_within(self, pool_gib: float) -> tuple[int, ...]:
+        """Return the sizes of the block tables of a pool of this size."""
+        return sizes_within(self.spec, int(pool_gib * GIB), self._needs)
+
+    def _make_caches(self, sizes: tuple[int, ...], devices: Sequence[torch.device]) -> None:
         """Create a cache for each rank, replacing the existing ones.
 
         Args:
-            num_blocks: blocks of the layer groups without a window; see `table_sizes`.
+            sizes: blocks of each block table.
 
         Raises:
             ModelLoadError: there are too few blocks, or not enough memory.
         """
         spec = self.spec
-        if num_blocks < 2:
+        if min(sizes) < ROWS_PER_SEQUENCE:
             row = f", and a sequence's states are {spec.state_bytes}" if spec.states else ""
             raise ModelLoadError(
-                f"a KV pool of {num_blocks} blocks is too small (a block is {spec.block_bytes} bytes{row}); "
+                f"a KV pool of {min(sizes)} blocks is too small (a block is {spec.block_bytes} bytes{row}); "
                 "raise engine.kv_cache_gib or engine.num_blocks"
             )
-        sizes = table_sizes(spec, num_blocks, self._needs)
         if len(devices) > 1 and devices[0].type == "cpu":
             _require_shared_memory((len(devices) - 1) * pool_bytes(spec, sizes))
         try:
@@ -144,7 +148,7 @@ class LogitsRunner(ABC):
             ) from error
         self.cache = self.caches[0]
         self.num_blocks = self.cache.table_sizes
-        self.max_model_len = min(self._model_len, num_blocks * spec.block_size)
+        self.max_model_len = min(self._model_len, min(sizes[: len(spec.groups)]) * spec.block_size)
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         self.cache.copy_blocks(copies)

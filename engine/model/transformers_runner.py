@@ -156,7 +156,8 @@ class TransformersRunner(LogitsRunner):
             ) from error
         room = memory.room(engine.memory_share, self._set_aside)
         pool_gib = room.pool_gib(engine.kv_cache_gib) if not engine.num_blocks else 0.0
-        self._make_caches(engine.num_blocks or self._num_blocks_of(pool_gib), devices)
+        sizes = self._sizes_of(engine.num_blocks) if engine.num_blocks else self._sizes_within(pool_gib)
+        self._make_caches(sizes, devices)
         self.rank.use(self.cache)
 
     def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> LaunchedStep:

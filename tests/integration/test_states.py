@@ -52,7 +52,7 @@ OFTEN = ("falcon_h1", "lfm2", "mamba2", "nemotron_h", "qwen3_next")
 TYPES = [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.full) for kind in RECURRENT]
 WHOLE = ["jamba", *(pytest.param(kind, marks=pytest.mark.full) for kind in WHOLE_PROMPTS if kind != "jamba")]
 AGAIN = ("falcon_h1", "mamba2", "qwen3_next")
-ENGINE = EngineConfig(num_blocks=128, max_num_seqs=8, max_num_batched_tokens=48, max_model_len=512)
+ENGINE = EngineConfig(num_blocks=256, max_num_seqs=8, max_num_batched_tokens=48, max_model_len=512)
 LARGE = replace(ENGINE, max_num_batched_tokens=256)
 NUM_TOKENS = 12
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
-from engine.core.pool_sizes import PoolNeeds, in_words, num_blocks_within, pool_bytes, table_sizes
+from engine.core.pool_sizes import PoolNeeds, in_words, pool_bytes, sizes_within, table_sizes
 
 FULL = LayerGroup(
     name="full", layers=tuple(range(10)), block_size=16, num_kv_heads=16, k_dim=128, v_dim=128, dtype="bfloat16"
@@ -29,6 +29,24 @@ def test_the_sizes_are_told_with_the_bytes_of_a_token_a_window_and_a_state() -> 
 
 def test_the_memory_is_used_and_not_exceeded() -> None:
     spec = KVSpec((FULL, SLIDING), (StateSpec("recurrent", (36, 2**21), "uint8"),))
-    num_blocks = num_blocks_within(spec, 20 * 2**30, NEEDS)
-    assert pool_bytes(spec, table_sizes(spec, num_blocks, NEEDS)) <= 20 * 2**30
-    assert pool_bytes(spec, table_sizes(spec, num_blocks + 1, NEEDS)) > 20 * 2**30
+    sizes = sizes_within(spec, 20 * 2**30, NEEDS)
+    assert sizes == table_sizes(spec, sizes[0], NEEDS)
+    assert pool_bytes(spec, sizes) <= 20 * 2**30
+    assert pool_bytes(spec, table_sizes(spec, sizes[0] + 1, NEEDS)) > 20 * 2**30
+    assert min(sizes_within(spec, 2**20, NEEDS)) == 0
+
+
+def test_windows_leave_room_for_more_tokens() -> None:
+    """Half as many blocks, but a longest prompt."""
+    spec, num_bytes = KVSpec((FULL, SLIDING)), 40 * 2**30
+    alike = num_bytes // spec.block_bytes
+    full, windowed = sizes_within(spec, num_bytes, replace(NEEDS, max_tokens=32768))
+    assert windowed == full // 2
+    assert full > 1.7 * alike
+    assert sizes_within(spec, num_bytes, replace(NEEDS, max_tokens=131072)) == (alike, alike)
+
+
+def test_blocks_without_bytes_leave_the_memory_to_the_states() -> None:
+    spec = KVSpec((replace(FULL, layers=()),), (StateSpec("recurrent", (64, 2**22), "uint8"),))
+    assert sizes_within(spec, 10 * 2**30, NEEDS) == (64 * 256, 40)
+    assert sizes_within(spec, 2**40, NEEDS) == table_sizes(spec, 64 * 256, NEEDS)

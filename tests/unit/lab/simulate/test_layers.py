@@ -19,13 +19,12 @@ LAYERS = replace(COSTS, transfer_s_per_token=0.125, transfer_s_per_window_token=
 
 
 def test_the_pools_are_divided_as_an_engine_divides_them() -> None:
-    """Eight sequences run. A window of 40 tokens needs 4 blocks, and the longest prompt 5."""
     assert shape(400).table_sizes == (400,)
     windows = shape(400, window=40, longest=80)
-    assert windows.table_sizes == (400, 5 + 8 * 4 + 100)
-    assert shape(400, has_states=True, snapshot_tokens=160).table_sizes == (400, 2 * 8 + 40)
+    assert windows.table_sizes == (400, 200)
+    assert shape(400, has_states=True, snapshot_tokens=160).table_sizes == (400, 2 * 7 + 40)
     worker = SimulatedWorker(0, replace(windows, has_states=True), COSTS)
-    assert worker.engine.runner.num_blocks == (400, 137, 2 * 8 + 8)
+    assert worker.engine.runner.num_blocks == (400, 200, 2 * 7 + 7)
 
 
 def test_a_transfer_has_all_tokens_of_some_layers_the_window_of_others_and_one_state() -> None:
