@@ -38,14 +38,22 @@ def is_possible(step: StepInput, sequences: SequenceOf[Sequence], scheduler: Sch
         return False
     if any(each.spec.choice_index or each.search is not None for each in scheduler.waiting):
         return False
-    return _has_room(scheduler) and not _may_draft(step, sequences, scheduler)
+    return _has_room(sequences, scheduler) and not _may_draft(step, sequences, scheduler)
 
 
-def _has_room(scheduler: Scheduler) -> bool:
-    """Return whether every running sequence can grow by one token without taking another sequence's blocks."""
+def _has_room(sequences: SequenceOf[Sequence], scheduler: Scheduler) -> bool:
+    """Return whether every running sequence can grow by one token without taking another sequence's blocks.
+
+    Args:
+        sequences: those of the running step. They give up the row that it reads if others have it, too.
+    """
+    pool, blocks = scheduler.pool, scheduler.blocks
     needing = [each for each in scheduler.running if each.num_tokens >= each.num_block_tokens]
-    missing = [scheduler.blocks.missing(each, each.num_tokens + 1) for each in needing]
-    return not missing or scheduler.pool.has_room([sum(numbers) for numbers in zip(*missing, strict=True)])
+    missing = [blocks.missing(each, each.num_tokens + 1) for each in needing]
+    if pool.rows is not None:
+        without_rows = [0] * len(pool.groups)
+        missing += [[*without_rows, pool.num_missing_after_step(each.block_ids[-1])] for each in sequences]
+    return not missing or pool.has_room([sum(numbers) for numbers in zip(*missing, strict=True)])
 
 
 def _may_draft(step: StepInput, sequences: SequenceOf[Sequence], scheduler: Scheduler) -> bool:

@@ -295,9 +295,19 @@ class GroupPool:
         """
         assert self.rows is not None
         read, written, *spare = table
-        if read != EMPTY_PLACE and self.rows.is_exclusive(read):
+        if self._is_written_again(read):
             return (written, *spare, read), ()
         return (written, *spare), () if read == EMPTY_PLACE else (read,)
+
+    def num_missing_after_step(self, table: tuple[int, ...]) -> int:
+        """Return how many rows a sequence with this states' table lacks once `advance` has followed its next step."""
+        num_left = len(table) - (not self._is_written_again(table[0]))
+        return max(0, ROWS_PER_SEQUENCE - num_left)
+
+    def _is_written_again(self, read: int) -> bool:
+        """Return whether the row that a step reads is written by a later step of the same sequence."""
+        assert self.rows is not None
+        return read != EMPTY_PLACE and self.rows.is_exclusive(read)
 
     def without_passed(self, tables: BlockTables, num_tokens: int) -> BlockTables:
         """Release the blocks that have left the windows of a sequence with `num_tokens` computed tokens.

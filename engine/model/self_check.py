@@ -60,10 +60,11 @@ class Parts:
         self._modules: dict[str, torch.nn.Module] = {}
         for name, module in model.named_modules():
             if isinstance(getattr(module, "layer_idx", None), int):
-                above, number, _ = re.split(r"(?<=\.)(\d+)", f"{name}.", maxsplit=1)
-                layer = model.get_submodule(f"{above}{number}")
-                self._modules |= {f"{above}{number}": layer, name: module}
-                self._modules |= {f"{above}{number}.{child}": part for child, part in layer.named_children()}
+                numbered = re.match(r".*?\.\d+(?=\.|$)", name)
+                above = numbered[0] if numbered else name  # a module may be outside of the list of layers
+                layer = model.get_submodule(above)
+                self._modules |= {above: layer, name: module}
+                self._modules |= {f"{above}.{child}": part for child, part in layer.named_children()}
         self._recorded: dict[str, list[torch.Tensor]] = {}
         self._differences: dict[str, torch.Tensor] = {}
 

@@ -11,8 +11,11 @@ from engine.core.block_pool import Removed, Stored
 from engine.core.engine import Engine
 from engine.core.outputs import Reserved
 from engine.core.runner import StepInput
+from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence
-from engine.testing import expected_tokens
+from engine.model.kv_cache import KVCache
+from engine.testing import ArithmeticRunner, expected_tokens
+from tests.support.guessing import run
 from tests.unit.engine.core.test_engine import (
     BLOCK,
     drain,
@@ -294,3 +297,23 @@ def test_random_prompts_in_few_rows_are_exact() -> None:
         num_cached += answer(engine, prompt, draw.randint(1, 20), str(turn)).num_cached_tokens
     assert num_cached
     assert is_empty(engine)
+
+
+@pytest.mark.parametrize("num_choices", [2, 3, 4])
+def test_choices_that_share_a_row_are_not_planned_ahead_without_rows_for_all(num_choices: int) -> None:
+    """A step gives up the row that they share, so each needs another one."""
+    prompt = numbers(1, BLOCK + 1)
+    specs = [make_spec(prompt, 8, choice_index=choice) for choice in range(num_choices)]
+    for num_rows in range(3, 2 * num_choices + 3):
+        engine = with_rows(num_rows)
+        told, _ = run(engine, specs, ahead=random.Random(num_rows))
+        assert [each.token_ids for each in told] == [expected_tokens(prompt, 8, with_state=True)] * num_choices
+        assert is_empty(engine)
+
+
+def with_rows(num_rows: int) -> Engine:
+    """An engine with fewer rows than its sequences could use."""
+    runner = ArithmeticRunner(64, BLOCK, with_state=True)
+    runner.cache = KVCache(runner.spec, (64, num_rows), 8)
+    runner.caches, runner.num_blocks = (runner.cache,), runner.cache.table_sizes
+    return Engine(runner, SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, output_reservation=32))
