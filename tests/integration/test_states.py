@@ -315,10 +315,11 @@ def test_steps_planned_ahead_and_preemption_change_nothing(kind: str, folder_of:
     expected = [refer(reference, prompt, 12) for prompt in prompts()]
     assert sum(map(same_up_to_near_ties, found, expected)) >= 4
     assert num_ahead > 0
-    engine = make_engine(folder_of(kind), replace(large, num_blocks=14))
+    engine = make_engine(folder_of(kind), replace(large, num_blocks=14, snapshot_tokens=16))  # rows for all of them
     many = [[*prompts()[1][:16], number] for number in range(6)]
     found, _ = answers(engine, [make_spec(f"{i}", each, 40, ignore_eos=True) for i, each in enumerate(many)], 0)
     assert sum(same_up_to_near_ties(f, refer(reference, p, 40)) for f, p in zip(found, many, strict=True)) >= 4
+    assert engine.load().preemptions > 0
 
 
 @pytest.mark.parametrize("kind", AGAIN)

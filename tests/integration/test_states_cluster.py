@@ -155,7 +155,7 @@ def test_a_transfer_is_the_missing_blocks_and_one_row(served: Measured) -> None:
     """The same prompt, again and again: every decode worker takes all of it once, and the last block from then on."""
     prompt, have = drawn(1, 204), set[str]()
     for _ in range(4):
-        answer, moved = served.ask(prompt, 3)
+        answer, moved = served.ask(prompt, 20)
         assert served.is_right(prompt, answer)
         held = 192 if answer.timing.decode_worker in have else 0
         expected = served.num_bytes(204, held)

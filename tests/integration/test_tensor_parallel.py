@@ -20,7 +20,7 @@ import torch
 import uvloop
 
 from baton.cluster import Role
-from baton.config import Config, EngineConfig, ModelConfig, RouterConfig, TransferConfig
+from baton.config import Config, EngineConfig, ModelConfig, RouterConfig, TestingConfig, TransferConfig
 from baton.errors import ModelLoadError
 from baton.parent import die_with
 from engine.core.engine import Engine
@@ -181,7 +181,8 @@ class RankedFleet:
     def add(self, role: Role, worker_id: str, num_ranks: int, step_timeout_s: float = 60.0) -> None:
         engine = replace(TWO_RANKS, tensor_parallel=num_ranks, step_timeout_s=step_timeout_s)
         config = self.fleet.config
-        config = replace(config, model=replace(config.model, path=str(self._folder), device="cpu"), engine=engine)
+        model = replace(config.model, path=str(self._folder), device="cpu")
+        config = replace(config, model=model, engine=engine, testing=TestingConfig())
         process = multiprocessing.get_context("spawn").Process(
             target=run_real_worker, args=(role, worker_id, config.to_json(), os.getpid())
         )
