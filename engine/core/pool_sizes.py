@@ -47,8 +47,9 @@ def table_sizes(spec: KVSpec, num_blocks: int, needs: PoolNeeds) -> tuple[int, .
     sizes = [windowed if group.window else num_blocks for group in spec.groups]
     if spec.states:
         num_tokens = num_blocks * spec.block_size
+        between = num_blocks_for(needs.snapshot_tokens, spec.block_size) * spec.block_size
         running = min(needs.max_num_seqs, num_blocks_for(num_tokens, LEAST_TOKENS))
-        sizes.append(ROWS_PER_SEQUENCE * running + max(running, num_tokens // needs.snapshot_tokens, LEAST_SNAPSHOTS))
+        sizes.append(ROWS_PER_SEQUENCE * running + max(running, num_tokens // between, LEAST_SNAPSHOTS))
     return tuple(sizes)
 
 

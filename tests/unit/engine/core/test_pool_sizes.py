@@ -50,3 +50,8 @@ def test_blocks_without_bytes_leave_the_memory_to_the_states() -> None:
     spec = KVSpec((replace(FULL, layers=()),), (StateSpec("recurrent", (64, 2**22), "uint8"),))
     assert sizes_within(spec, 10 * 2**30, NEEDS) == (64 * 256, 40)
     assert sizes_within(spec, 2**40, NEEDS) == table_sizes(spec, 64 * 256, NEEDS)
+
+
+def test_snapshots_are_whole_blocks_apart() -> None:
+    spec = KVSpec((FULL,), (StateSpec("recurrent", (1,), "uint8"),))
+    assert table_sizes(spec, 64, replace(NEEDS, snapshot_tokens=1)) == (64, 2 + 64)
