@@ -207,7 +207,7 @@ class WorkerInfo:
     resumes_anywhere: bool = True
     """True if the worker can continue a sequence after each block that it caches.
 
-    Otherwise its model has states or windows, and the index has only the blocks after which it can continue one.
+    False: its model has states or windows, and it publishes only the keys that all of its pools hold.
     """
 
     @property
@@ -229,8 +229,8 @@ class WorkerLoad:
     """Known tokens that are neither computed nor cached yet."""
     blocks: BlockCounts = field(default_factory=BlockCounts)
     state_rows: BlockCounts = field(default_factory=BlockCounts)
-    """Rows of the pool of recurrent layers' states; `cached`: snapshots. No rows: the model has no states, or the
-    release does not count them."""
+    """Rows of recurrent layers' states; `cached`: snapshots. A total of 0: the model has no states, or the worker's
+    release does not report them."""
     self_check: str = "ok"
     transfers: TransferCounts = field(default_factory=TransferCounts)
     connections: tuple[OpenConnections, ...] = ()

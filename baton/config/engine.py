@@ -170,9 +170,9 @@ class EngineConfig(EveryEngineConfig):
     output_reservation: Int = 512
     """Output tokens for which a decode worker reserves blocks at the start; longer outputs grow block by block."""
     snapshot_tokens: AtLeastOne = 1024
-    """Tokens between two snapshots of the states of a model with recurrent layers. A later prompt with the same
-    beginning continues from the last snapshot in it; each takes the memory of one sequence's states in the KV pool.
-    Rounded up to whole blocks. Models without such layers ignore it."""
+    """Tokens between two snapshots of recurrent layers' states, rounded up to whole blocks. A later prompt continues
+    from the last snapshot in the start that it shares with this one. A snapshot takes the memory of one sequence's
+    states in the KV pool. Models without recurrent layers ignore this setting."""
     plan_ahead: SwitchOrAuto = "auto"
     """Plan a step while the previous one runs, so that the model does not wait for the scheduler. The generated tokens
     are the same. auto: on a GPU."""

@@ -141,8 +141,8 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ObservedMetric(name="baton.kv_blocks", description="KV blocks of a worker by state.", observe=_block_counts),
     ObservedMetric(
         name="baton.state_rows",
-        description="Rows of a worker's pool of recurrent layers' states, by state: running sequences have rows in "
-        "use, and a cached row is a snapshot. Absent if the model has no states.",
+        description="Rows of recurrent layers' states on a worker: free, cached (snapshots) or in use by sequences. "
+        "Absent if the model has no states.",
         observe=_row_counts,
     ),
     ObservedMetric(

@@ -45,7 +45,8 @@ def _has_room(sequences: SequenceOf[Sequence], scheduler: Scheduler) -> bool:
     """Return whether every running sequence can grow by one token without taking another sequence's blocks.
 
     Args:
-        sequences: those of the running step. They give up the row that it reads if others have it, too.
+        sequences: sequences of the running step. After it, each releases the row that it reads if the row is shared or
+            a snapshot, and then needs another one.
     """
     pool, blocks = scheduler.pool, scheduler.blocks
     needing = [each for each in scheduler.running if each.num_tokens >= each.num_block_tokens]

@@ -3,8 +3,8 @@
 A block is in exactly one of three places: the free list, the cache (no sequence uses it, and its content is known under
 a key) or in use (reference count > 0; it may have a key as well and then be shared). `engine.core.eviction` selects the
 cached block to evict. A sequence returns its blocks tail first, so a prefix outlives the blocks built on it, and the
-whole prefix of a cached block is cached too, as in vLLM's automatic prefix caching. Only layers with a window give back
-leading blocks earlier.
+whole prefix of a cached block is cached too, as in vLLM's automatic prefix caching. Layers with a window are different:
+they return leading blocks first.
 
 Pure accounting: no tensors, no clock. Changes of the cached content come out as events for the prefix index.
 """
@@ -79,7 +79,7 @@ class BlockPool:
         return block in self._key_of
 
     def is_exclusive(self, block: int) -> bool:
-        """Return whether a block in use has one user and no key, so that its user may write it."""
+        """Return whether a block in use has one user and no key: only then may its user write it."""
         return self._refs[block] == 1 and block not in self._key_of
 
     def num_matching(self, keys: Sequence[bytes]) -> int:

@@ -148,8 +148,8 @@ class Engine:
     def pin(self, sequence: Sequence) -> Pin:
         """Take a reference on each block of a sequence that a reader of its known tokens needs, until `unpin`.
 
-        The blocks before the windows at its end are not among them, and neither is the state, whose row is known when
-        the last token is computed.
+        Blocks before the windows at its end are not pinned. Neither is the state: its row is known only after the last
+        token is computed.
         """
         begins = (group.first_block(sequence.num_tokens) for group in self.pool.groups)
         tables = zip(sequence.block_ids, begins, strict=False)

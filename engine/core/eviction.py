@@ -100,7 +100,7 @@ class EvictionOrder:
         del self._cached[key in self._protected][key]
 
     def drop(self, key: bytes) -> None:
-        """Remove cached content that is not wanted any more. It leaves no ghost."""
+        """Remove cached content that is no longer needed. It leaves no ghost."""
         self.remove(key)
         self._protected.discard(key)
 

@@ -1,8 +1,8 @@
 """Block pools of all layer groups of a cache, used together.
 
-A sequence takes blocks in every group or in none. A prefix counts as cached if a sequence can continue after it: every
-group holds the blocks that are needed there, all of them or those of its window, and the states' pool a row. There is
-one key per `key_tokens` tokens, the greatest length that divides every group's block size:
+A sequence takes blocks in every group or in none. A prefix counts as cached if a sequence can continue after it. Groups
+without a window must then hold all of its blocks, groups with a window those of the window, and the states' pool a row.
+There is one key per `key_tokens` tokens, the greatest length that divides every group's block size:
 
     key_tokens   |   0   |   1   |   2   |   3   |
     group of 16  |   0   |   1   |   2   |   3   |      a block has the key of its last tokens
@@ -32,11 +32,11 @@ class Prefix(NamedTuple):
     """Cached content from which a sequence can continue. Its blocks are not acquired yet."""
 
     num_tokens: int
-    """Leading tokens that need not be computed or received; of groups with a window, see `begins`."""
+    """Leading tokens that need not be computed. To receive KV: those in the blocks of groups without a window."""
     tables: tuple[list[int], ...]
-    """The beginning of each block table. The states' table has the snapshot, or an empty place if there is no token."""
+    """The first blocks of each block table. The states' table has the snapshot, or an empty place for no token."""
     begins: tuple[int, ...]
-    """Number of leading tokens that are in the blocks or not needed, by layer group."""
+    """Number of leading tokens that the blocks hold or that the window no longer reaches, by layer group."""
 
 
 class GroupPool:
@@ -85,7 +85,7 @@ class GroupPool:
         return num_tokens
 
     def num_attended_tokens(self, keys: Sequence[bytes]) -> int:
-        """Return the length of the longest prefix that all groups without a window hold: blocks without a state."""
+        """Return the length of the longest prefix in all groups without a window, whatever windows and states need."""
         num_tokens = len(keys) * self.key_tokens
         for index, (pool, size) in enumerate(zip(self._group_pools, self.block_sizes, strict=True)):
             if not self.groups[index].window:
@@ -101,7 +101,10 @@ class GroupPool:
         return next((end for end in ends if self.rows.holds(keys[end // self.key_tokens - 1])), 0)
 
     def _last_window(self, keys: Sequence[bytes], num_tokens: int) -> int:
-        """Return an upper bound, `num_tokens` if it is one, of the prefixes after which all windows are cached."""
+        """Return an upper bound of the longest prefix, up to `num_tokens`, after which all windows are cached.
+
+        It is `num_tokens` only if they are cached there.
+        """
         for index, group in enumerate(self.groups):
             if group.window:
                 own, pool = self.keys_of(keys, index), self.pools[index]
@@ -126,8 +129,8 @@ class GroupPool:
     def match_to_receive(self, keys: Sequence[bytes], num_tokens: int) -> Prefix:
         """Return the blocks that need not be transferred to a sequence of `num_tokens` tokens.
 
-        A state comes with the transfer, so none is needed here. Of a group with a window, only the window at the end
-        counts.
+        The state comes with the transfer, so no snapshot is needed. Groups with a window need only the window at the
+        end.
         """
         num_held = self.num_attended_tokens(keys) if self.caches_prefixes else 0
         tables, begins = list[list[int]](), list[int]()
@@ -142,7 +145,10 @@ class GroupPool:
         return Prefix(num_held, tuple(tables), tuple(begins))
 
     def register(self, table: tuple[int, ...], group: int, first: int, keys: Sequence[bytes]) -> tuple[int, ...]:
-        """Register the blocks of a group's table from index `first` on, now full, under the keys of all its blocks.
+        """Register the blocks of a group's table from index `first` on, which have become full.
+
+        Args:
+            keys: keys of all full blocks of the table.
 
         Returns:
             The table to use from now on: the same tuple, unless a block was replaced; see `BlockPool.register`.
@@ -180,7 +186,7 @@ class GroupPool:
         return (row, *spare)
 
     def keys(self) -> list[bytes]:
-        """Return every key after which a sequence can continue."""
+        """Return every key that all pools hold. Windows before it may have been evicted, so it is a hint."""
         if len(self.pools) == 1:
             return self.pools[0].keys()
         self._count()
@@ -222,7 +228,8 @@ class GroupPool:
         """Take the blocks that `match` has found and fresh ones after them, all or nothing.
 
         Args:
-            num_blocks: length of each table; of rows, the number of fresh ones: the found one is not written.
+            num_blocks: length of each table, but for the states' table the number of fresh rows: a step writes
+                another row than the one that was found.
 
         Returns:
             None if there are too few; the found blocks then count as used.
@@ -289,9 +296,9 @@ class GroupPool:
             self.pools[copy.group].release((copy.source,))
 
     def advance(self, table: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return a states' table after a step, which has written its second row, and the row to release, if any.
+        """Return a states' table after a step has written its second row, and the row to release, if any.
 
-        The row that the step has read is written by a later step, unless a snapshot or another sequence has it.
+        A later step writes the row that this one has read, unless that row is a snapshot or another sequence has it.
         """
         assert self.rows is not None
         read, written, *spare = table
@@ -300,12 +307,12 @@ class GroupPool:
         return (written, *spare), () if read == EMPTY_PLACE else (read,)
 
     def num_missing_after_step(self, table: tuple[int, ...]) -> int:
-        """Return how many rows a sequence with this states' table lacks once `advance` has followed its next step."""
+        """Return how many rows a sequence will lack after its next step, given its states' table."""
         num_left = len(table) - (not self._is_written_again(table[0]))
         return max(0, ROWS_PER_SEQUENCE - num_left)
 
     def _is_written_again(self, read: int) -> bool:
-        """Return whether the row that a step reads is written by a later step of the same sequence."""
+        """Return whether a later step of the same sequence may write the row that a step reads."""
         assert self.rows is not None
         return read != EMPTY_PLACE and self.rows.is_exclusive(read)
 
@@ -356,7 +363,7 @@ class GroupPool:
             assert counter == pool.references(), "a block has more or fewer references than holders"
 
     def _count(self) -> None:
-        """Collect the events of all pools, and update after which keys a sequence can continue."""
+        """Collect the events of all pools, and update which keys all pools hold."""
         whole = len(self.pools)
         for event in (event for pool in self.pools for event in pool.take_events()):
             if isinstance(event, Stored):

@@ -4,12 +4,12 @@ The layers of a model form groups whose KV has the same shape and window. Each s
 count for every group. A dense model is one group; a model without attention has one group without layers, whose blocks
 take no memory and only name prefixes.
 
-Recurrent layers also keep a state of fixed size. All states of a sequence together are a row of the states' pool. Rows
-are never changed: a step reads a sequence's row and writes another one. So a step can be computed again, and a row is
-shared and kept like a full block.
+Recurrent layers also keep a state of fixed size. All states of a sequence together are a row of the states' pool. A
+step reads a sequence's row and writes another one, and never changes the row that it reads. So a step can be computed
+again, and a row can be shared and cached like a full block.
 
     block_ids       ( table of group 0, table of group 1, ..., table of the states )   the last only if there are states
-    states' table   ( row after the computed tokens, row that the next step writes )   EMPTY_PLACE first: the state is 0
+    states' table   ( row after the computed tokens, row that the next step writes )   first EMPTY_PLACE: no state yet
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ BlockTables = tuple[tuple[int, ...], ...]
 """Block ids in sequence order, one table per layer group, then the states' table if the model has states."""
 
 EMPTY_PLACE = -1
-"""Entry of a block table without a block: its tokens have left the layers' window, or nothing is computed yet of which
-there could be a state. It is never read."""
+"""Entry of a block table without a block: its tokens have left the layers' window, or no token is computed yet, so
+there is no state. It is never read."""
 
 DTYPE_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
@@ -118,7 +118,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """Named tensor of fixed size that every sequence of a recurrent model has."""
+    """Named tensor of fixed size that every sequence of a model with recurrent layers has."""
 
     name: str
     shape: tuple[int, ...]

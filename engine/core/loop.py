@@ -314,7 +314,7 @@ class EngineLoop:
         return sequence_key in self._watchers or (sequence is not None and sequence.purpose is Purpose.PREFILL)
 
     def _held(self, part: StepPart) -> BlockTables | None:
-        """Return the tables of a sequence whose prompt is computed, if only now it is known where its state is."""
+        """Return the block tables of a HELD sequence with states, whose final row is known only now; else None."""
         sequence = self.engine.sequences.get(part.sequence_key) if self.spec.states else None
         return sequence.block_ids if sequence is not None and sequence.status is Status.HELD else None
 

@@ -27,7 +27,11 @@ class Pins:
         return self._tables.values()
 
     def take(self, tables: BlockTables, num_tokens: int = 0) -> Pin:
-        """Take a reference on each block of some tables, which hold a cached prefix of `num_tokens` if not 0."""
+        """Take a reference on each block of some tables.
+
+        Args:
+            num_tokens: length of the cached prefix that the tables hold; 0: they hold none.
+        """
         pin = Pin(next(self._ids), tables, num_tokens)
         if any(tables):
             self._pool.acquire(tables)

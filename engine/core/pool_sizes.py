@@ -1,11 +1,12 @@
 """Division of a KV pool's memory among the layer groups and the states: pure.
 
     layers without a window    N blocks
-    layers with a window       N / 2, or one longest prompt while it is computed
-    states                     two rows per sequence that may run, and a snapshot per `snapshot_tokens` of the N blocks
+    layers with a window       N / 2, or one sequence of the greatest length if that is more; at most N
+    states                     two rows per sequence that may run, and snapshots: one per such sequence, or one per
+                               `snapshot_tokens` of the N blocks if that is more
 
-N is as large as the memory allows. Blocks of a model without attention take none, so N is then the greatest useful
-number, and the rows are as many as there is memory for.
+N is as large as the memory allows. Blocks of a model without attention take no memory: N is then the greatest useful
+number, and rows take all of the memory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LEAST_SNAPSHOTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNeeds:
-    """What a pool must hold at least."""
+    """Limits and settings by which a pool is divided."""
 
     max_num_seqs: int
     """Sequences that run at a time."""

@@ -89,11 +89,12 @@ class Sequence:
     num_registered_keys: int = 0
     """Number of leading block keys under which its blocks are registered in the prefix cache."""
     begins: tuple[int, ...] = ()
-    """Token from which KV was missing at the last admission, by layer group."""
+    """First token whose KV was missing at the last admission, by layer group."""
     snapshot_ends: tuple[int, ...] = ()
-    """Numbers of tokens at which a step over its prompt ends, and a snapshot of its state is kept."""
+    """Numbers of tokens after which steps over its prompt end and a snapshot of its state is kept, in addition to the
+    multiples of `engine.snapshot_tokens`."""
     passing_key: bytes | None = None
-    """Key of its last snapshot, if that is kept only until the next one."""
+    """Key of its last snapshot, if the next one replaces it."""
     was_admitted: bool = False
     in_flight: int = 0
     """Number of uncommitted steps that include it. Until they are committed its blocks must not be freed."""

@@ -72,23 +72,23 @@ class SequenceBlocks:
         return tables if pool.rows is None else (*tables, sequence.block_ids[-1][:1])
 
     def advance(self, sequence: Sequence) -> BlockTables:
-        """Make the row that a step writes the row of a sequence's state. Return what to release, as tables."""
+        """Make the row that a step writes the current row of its sequence. Return the tables of what to release."""
         *tables, rows = sequence.block_ids
         rows, left = self.pool.advance(rows)
         self.take(sequence, (*tables, rows))
         return (*(() for _ in tables), left)
 
     def keep_state(self, sequence: Sequence) -> None:
-        """Give back the rows of a sequence that computes no further tokens, except the row of its state."""
+        """Release all rows but the current one of a sequence that computes no further tokens."""
         if self.pool.rows is not None:
             *tables, rows = sequence.block_ids
             self.pool.rows.release(rows[1:])
             sequence.block_ids = (*tables, rows[:1])
 
     def register_computed(self, sequence: Sequence) -> None:
-        """Register the blocks that have become full, and the state after them: other sequences can share them.
+        """Register the blocks that have become full, and the state after them, so that other sequences can share them.
 
-        Blocks that have left the sequence's windows are given back.
+        Blocks that have left the sequence's windows are released.
         """
         self._register_blocks(sequence)
         if self.pool.has_windows:
@@ -99,8 +99,8 @@ class SequenceBlocks:
     def _register_state(self, sequence: Sequence, snapshots: BlockPool) -> None:
         """Keep the state after whole blocks as a snapshot.
 
-        It is kept while it has a use of its own: on the grid, and at the ends that were chosen at admission. Any other
-        one only until the sequence has a later one, so that a sequence that ends or is preempted loses few tokens.
+        Snapshots at multiples of `snapshot_tokens`, and at the ends chosen at admission, stay in the cache. Any other
+        one stays until the sequence has a later one, so that few tokens are lost if it ends or is preempted.
         """
         num_tokens = sequence.num_computed_tokens
         if not num_tokens or num_tokens % self.pool.prefix_tokens:
@@ -115,7 +115,7 @@ class SequenceBlocks:
         sequence.passing_key = key if is_new and not is_kept else None
 
     def num_until_snapshot(self, sequence: Sequence) -> float:
-        """Return how many tokens of a prompt a step may compute at most, so that it ends at the next snapshot."""
+        """Return the maximum number of tokens for a step over a prompt, so that no snapshot is passed."""
         if self.pool.rows is None or not self.pool.caches_prefixes:
             return math.inf
         begin = sequence.num_computed_tokens
@@ -123,8 +123,9 @@ class SequenceBlocks:
         return min([on_grid, *(end for end in sequence.snapshot_ends if end > begin)]) - begin
 
     def snapshot_ends(self, sequence: Sequence, keys: SequenceOf[bytes]) -> tuple[int, ...]:
-        """Return the numbers of tokens after which a prompt's state is kept: where it leaves a prefix whose blocks are
-        cached, and after its last full block.
+        """Return the numbers of tokens after which a prompt's state is kept, in addition to the regular snapshots.
+
+        These are the end of the cached blocks that it shares, and the end of its last full block before the last token.
 
         Args:
             keys: keys of the blocks that it may take from the cache.

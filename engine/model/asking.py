@@ -7,11 +7,11 @@ an attention function that only takes notes. So a model of any size answers with
     the function   heads of queries, and every further argument that attention must honour
     both together  latents that a layer expands behind its cache, layers that read another layer's KV
 
-A model whose code looks at numbers, such as the chosen experts, cannot be computed on meta. It is asked on the CPU
-instead, with zeros that take no memory as its weights and zeros as the products with them.
+A model cannot be computed on meta if its code branches on values, such as the chosen experts. It is then computed on
+the CPU, with weights that are zeros and take no memory. Products with them are zeros without being computed.
 
-Whatever is not computed here is refused by a sentence that names it: this is the first of the nets under wrong tokens.
-`self_check` is the last one.
+Whatever Baton does not compute is refused by a sentence that names it. This is the first of the checks that prevent
+wrong tokens; `self_check` is the last one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from engine.model.shapes import FIXED_LENGTH, AttentionLayer, KeptStates, ModelS
 
 NUM_TOKENS = 3
 ASKED_IN = torch.bfloat16
-"""Data type in which the model computes. A state of another type has that type in every computation."""
+"""Data type in which the model computes. A state that has another type here has it whatever the model computes in."""
 NOTES = "baton_asking"
 """Name of the attention function that takes notes."""
 KEYS, BY_HEAD = "layers.*.self_attn.k_proj", "colwise"
@@ -174,7 +174,7 @@ def _asked(model: Any, config: Any) -> tuple[_Notes, DynamicCache, set[str]]:
         return *_computed(model, config, "meta"), called
     except ModelLoadError:
         raise
-    except Exception:  # its code looks at numbers
+    except Exception:  # its code branches on values
         model._apply(_zeros)
     try:
         with _ZeroProducts():
@@ -196,12 +196,12 @@ def _computed(model: Any, config: Any, device: str) -> tuple[_Notes, DynamicCach
 
 
 def _zeros(weight: torch.Tensor) -> torch.Tensor:
-    """Return zeros on the CPU in the shape and data type of a tensor; all are the same place in memory."""
+    """Return zeros on the CPU in the shape and data type of a tensor. All of them share one element of memory."""
     return torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
 
 
 class _ZeroProducts(TorchFunctionMode):
-    """Makes products with a matrix zeros, in no time and without memory for the matrix."""
+    """Replaces products with a matrix by zeros, without reading the matrix."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -301,7 +301,8 @@ def _layer(index: int, notes: _Notes, cache: DynamicCache, longest: int | None) 
         )
     of_cache = (keys.shape[1], keys.shape[3], values.shape[3])
     of_call = (call.keys.shape[1], call.keys.shape[3], call.values.shape[3])
-    if of_cache[1:] == of_call[1:] and of_call[0] % of_cache[0] == 0:  # it may repeat heads; here each one is kept
+    # Some layers repeat heads after transformers' cache. Baton's cache keeps the repeated heads.
+    if of_cache[1:] == of_call[1:] and of_call[0] % of_cache[0] == 0:
         of_cache = of_call
     is_latent = of_cache != of_call
     if is_latent and (keys.shape[1] != 1 or not hasattr(notes.modules[index], EXPAND) or call.honours):

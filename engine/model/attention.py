@@ -348,8 +348,8 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of one layer; the signature is transformers'.
 
-    Queries, keys and values are `[1, heads, T, dim]`, or `[B, heads, 1, dim]` if the step's sequences are the rows of a
-    batch; either way they are the packed tokens of the step.
+    Queries, keys and values are the packed tokens of the step: `[1, heads, T, dim]`, or `[B, heads, 1, dim]` if its
+    sequences are the rows of a batch.
 
     Returns:
         `[1, T, heads, v_dim]` or `[B, 1, heads, v_dim]`, and no attention weights.

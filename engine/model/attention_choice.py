@@ -134,7 +134,7 @@ def decode_graphs(model: Any, attention: Attention, engine: EngineConfig, *, has
         model: transformers' model.
         attention: the rank's attention.
         engine: the settings. With several ranks there are no graphs: collective operations are not captured.
-        has_states: whether the model has recurrent layers, whose states have other rows in each step.
+        has_states: whether the model has recurrent layers. Their rows differ from step to step, so there are no graphs.
     """
     if has_states:
         return RECURRENT

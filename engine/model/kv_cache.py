@@ -59,9 +59,9 @@ class KVCache:
     """Tensors of one rank's KV cache.
 
     Args:
-        num_blocks: blocks of each layer group; or blocks of each block table, and rows of the states' table if there
-            are states.
-        max_num_seqs: rows of the states' table, if `num_blocks` is one number.
+        num_blocks: blocks of every layer group; or a number for each block table, of which that of the states' table
+            counts rows.
+        max_num_seqs: rows of the states' table if `num_blocks` is one number.
         shared: whether other processes receive it. On a CPU it is then created in shared memory, since it would be
             copied there otherwise; for GPU memory they receive a handle in any case.
 

@@ -27,9 +27,9 @@ LAYERS = ("depth", "encoder_layers", "n_layer", "n_layers", "num_hidden_layers",
 """Names of numbers of layers in the parts of a configuration. A part with more layers than the files have tensors takes
 long to create even without memory."""
 TEXTS = ("decoder", "generator", "text_config")
-"""Fields of which transformers takes the first one for the configuration of the text, whatever the type."""
+"""Fields of a configuration. Transformers takes the first one that is there as the configuration of the text."""
 LEAST = {"sliding_window": 1, "vocab_size": 2}
-"""Sizes with their smallest values: attention sees its own token, and one token leaves no choice."""
+"""Smallest values of sizes: a token attends at least to itself, and sampling needs two tokens to choose from."""
 MOST_LAYERS = 256
 """Number of layers that no part needs tensors for."""
 

@@ -1,15 +1,15 @@
 """Steps of models with recurrent layers, whose states are in rows of the KV cache.
 
 Transformers' recurrent layers continue one sequence by many tokens, or many sequences by one token each. So a step of
-such a model is several forward passes over its packed tokens:
+such a model is several forward passes over its packed tokens. A segment is a part with several tokens:
 
     tokens   [ segment 0 | segment 1 | ... | decode 0 | decode 1 | ... ]
     passes   [   1, T    |   1, T    | ... |           B, 1            ]
 
-A pass reads the states of its sequences from their rows, and writes them to other rows at its end: a row is never
-changed, so the same step can be computed again. States of one kind of all layers are one tensor, so this takes one
-gather and one scatter for each kind, whatever the number of layers. If the layers return new states instead of changing
-the gathered ones, these are put side by side first.
+A pass reads the states of its sequences from their rows, and writes them to other rows at its end. It never changes a
+row that it reads, so the same step can be computed again. The states of one kind of all layers are one tensor, so a
+pass takes one gather and one scatter for each kind, whatever the number of layers. If layers return new states instead
+of changing the gathered ones, the new states are stacked before the scatter.
 
     state tensor   [row][layer][ state ]
 """
@@ -56,7 +56,7 @@ class Pass(NamedTuple):
 def passes_of(parts: Sequence[StepPart]) -> Iterator[Pass]:
     """Yield the passes of a step of a model with states, in packed order.
 
-    A segment is a pass of its own, and so is a new sequence: without a state it cannot be with others that have one.
+    A segment is a pass of its own. So is the first part of a new sequence, because the others in a batch have states.
     """
     end = 0
     for is_stacked, alike in groupby(parts, lambda part: len(part.token_ids) == 1 and not _is_new(part)):
@@ -92,7 +92,7 @@ class Wanted(NamedTuple):
         return cls(tuple(rows), sorted(range(len(wanted)), key=ascending.__getitem__))
 
     def joined(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the wanted rows, given those of each pass. A pass without any has one unused row.
+        """Return the wanted rows, given the logits of each pass. A pass without wanted rows has one unused row.
 
         Returns:
             `[rows or 1, vocabulary]`.
@@ -142,7 +142,7 @@ class PassStates(Cache):  # type: ignore[misc]
         }
         read = rows.read
         self._read = {} if read is None else {name: all_.index_select(0, read) for name, all_ in cache.states.items()}
-        """States before the pass, `[sequences, layers, ...]`, which layers may change."""
+        """States before the pass, `[sequences, layers, ...]`. They are copies, which layers may change."""
         self._new: dict[str, dict[int, torch.Tensor]] = {name: {} for name in cache.states}
         """States that layers have returned instead, `[sequences, ...]`, by place."""
 

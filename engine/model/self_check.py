@@ -1,10 +1,11 @@
-"""The last net under wrong tokens: the loaded model must give what its own attention gives, without a cache.
+"""The last check against wrong tokens: a loaded model must compute over the KV cache what it computes without one.
 
-Fifty tokens are computed at once by transformers' own attention, and here as a worker computes them: in two chunks and
+Fifty tokens are computed at once by transformers' own attention, and then as a worker computes them: in two chunks and
 one by one, with all block tables. A model whose layers keep something that `asking` does not see is refused here.
 
-Each part of each layer is compared by itself: in its pass, the model's own attention is given what the parts gave over
-the KV cache. So both compute a part from the same inputs, and its rounding does not depend on the number of layers.
+Each part of each layer is compared by itself. In the pass by transformers' own attention, the output of each part is
+replaced by the one that was computed over the KV cache. So both sides compute each part from the same inputs, and
+rounding does not add up over the layers.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ WHOLE_ENDS = ENDS[1:]
 OWN_ATTENTION = ("sdpa", "eager")
 """Transformers' own attentions, in the order in which they are tried: some models have only the last one."""
 TOLERANCE = 0.01
-"""Largest accepted difference of a token's outputs or logits: its norm as a share of that of their variation."""
+"""Largest accepted difference of a token's output or logits: its norm, divided by the norm of their variation."""
 ROUNDED_TOLERANCE = 0.04
-"""Largest accepted median with narrow data types, of all tokens and of the first ones of parts, since rounding may
-choose another expert. A tenth of the scaling of attention is 0.03 to 0.06; rounding of products in bfloat16 is up to
-0.03."""
+"""Largest accepted difference with narrow data types. It limits the median of all tokens and that of the first tokens
+of steps, since rounding may choose another expert for some tokens. If the scaling of attention is wrong by a tenth, the
+difference is 0.03 to 0.06; rounding of products in bfloat16 gives up to 0.03."""
 NUM_EXCEPTED, EXCEPTED_TOLERANCE = 4, 0.25
-"""Number of tokens that attention may compute otherwise with narrow data types, and the largest accepted difference of
-the others. Large scores round to another token; sinks and the edge of a window are seen by few tokens, at 0.3 to 1."""
+"""Number of tokens whose attention may differ by more with narrow data types, and the limit for all others. Rounding of
+large scores can make a token attend to another one. Wrong sinks or a wrong window also change few tokens, by 0.3 to 1.
+"""
 NO_SAMPLING = SamplingParams(temperature=0.0)
 
 
@@ -53,7 +55,7 @@ class Parts:
     """Outputs of the layers, of their parts and of the attention in them; see the module's docstring.
 
     Args:
-        model: transformers' model. It is the same afterwards.
+        model: transformers' model. It is not changed.
     """
 
     def __init__(self, model: Any) -> None:
@@ -73,7 +75,7 @@ class Parts:
         return self._hooked(lambda name, output: self._recorded.setdefault(name, []).append(output.clone()))
 
     def given(self) -> contextlib.AbstractContextManager[None]:
-        """Compare the outputs of a pass over all tokens with the recorded ones, and replace them by these."""
+        """Compare the outputs of a pass over all tokens with the recorded ones, which then replace them."""
         return self._hooked(self._give)
 
     def require_equal(self, found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, model_type: str) -> None:
@@ -125,7 +127,7 @@ class Parts:
 
 
 def _shares(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return each token's difference, `[..., tokens, width]` to `[all tokens]`, on the CPU; no number: infinite."""
+    """Return each token's difference, `[..., tokens, width]` to `[all tokens]`, on the CPU; infinite instead of NaN."""
     found, expected = (each.float().flatten(0, -2) for each in (found, expected))
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     spread = spread.clamp(min=spread.median().clamp(min=1e-6))

@@ -50,7 +50,7 @@ class KeptStates:
     shape: tuple[int, ...]
     """Shape of one layer's state of one sequence."""
     dtype: str = ""
-    """Data type that the model insists on; empty: that of its computation."""
+    """Data type, if the model always uses the same one; empty: the data type of its computation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -231,7 +231,7 @@ class ModelRank:
         What later replaces parts of it is checked by itself.
 
         Returns:
-            Whether prompts must be computed whole: the states of its layers are lost between chunks.
+            Whether prompts must be computed whole, because layers lose their states between chunks.
         """
         dtype, device = self.model.dtype, self._numbers.device
         name = str(dtype).removeprefix("torch.")

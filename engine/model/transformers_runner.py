@@ -101,7 +101,7 @@ class TransformersRunner(LogitsRunner):
             raise
 
     def _compute_prompts_whole(self) -> None:
-        """Limit sequences to those that fit into one step beside a token of every other sequence."""
+        """Limit sequences to the length that fits into one step together with a token of every other sequence."""
         self.spec = replace(self.spec, whole_prompts=True)
         for cache in self.caches:
             cache.spec = self.spec
@@ -109,8 +109,8 @@ class TransformersRunner(LogitsRunner):
         self.max_model_len = min(self.max_model_len, most)
         logger.warning(
             "prompts are computed whole, since transformers loses the states of this model between parts of a prompt: "
-            "max_model_len is %d, and a prompt never continues from a cached prefix; engine.max_num_batched_tokens "
-            "(%d) less engine.max_num_seqs (%d) limits it",
+            "prompts never continue from a cached prefix, and max_model_len is %d, at most "
+            "engine.max_num_batched_tokens (%d) - engine.max_num_seqs (%d) + 1",
             self.max_model_len,
             self.batch.max_num_batched_tokens,
             self.batch.max_num_seqs,

@@ -70,8 +70,8 @@ class Mirror:
         A bare block key looks up blocks on the device.
 
         Args:
-            resumes_anywhere: False: workers own only the keys after which they can continue a sequence. Then a worker's
-                number ends with the last key that it owns, whether or not it owns those before.
+            resumes_anywhere: False: workers own only the keys after which they can continue a sequence. A worker's
+                number is then counted up to the last key that it owns, even if it lacks earlier ones.
         """
         if not resumes_anywhere:
             return self._lookup_last(keys)

@@ -144,7 +144,7 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
             check_permit(permit, self._party, ticket, pull.block_keys, time.time())
         self.sender.require_compatible(ticket)
         keys = pull.block_keys
-        if not self._engine.spec.resumes_anywhere:  # a part of the prefix is of no use: its state is that of the whole
+        if not self._engine.spec.resumes_anywhere:  # the state is that of the last token
             keys = keys[: ticket.num_tokens // HASH_BLOCK]
         pin = await self._engine.pin_prefix(keys)
         try:

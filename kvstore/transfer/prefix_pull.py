@@ -109,9 +109,9 @@ class PrefixPuller:
             return arrival.num_tokens - num_held
 
     async def _num_held(self, reserved: Reserved, keys: tuple[bytes, ...]) -> int:
-        """Return after how many tokens of a prefix the engine can continue without a pull.
+        """Return the length of the prefix after which the engine can continue without a pull.
 
-        It may have further blocks, without the states or windows that belong to them.
+        The engine may have more blocks, but lack the states or windows that belong to them.
         """
         if self._engine.spec.resumes_anywhere:
             return reserved.num_cached_tokens

@@ -137,10 +137,10 @@ class KvReceiver:
             name: the purpose of the transfer. The transfer's id is this and random characters, so that no member can
                 offer, abort or fail a transfer without its ticket.
             num_tokens: tokens of KV: the whole sequence, all of it but the last token, or a prefix.
-            skip_tokens: leading tokens that are in the blocks of the groups without a window already.
+            skip_tokens: leading tokens that the blocks of groups without a window already hold.
             block_ids: the sequence's block tables. The states arrive in the first row of the states' table.
             expected: the messages that complete the transfer.
-            begins: by group, the token from which KV is wanted, a multiple of the group's block size; empty:
+            begins: first token whose KV is requested, by group, a multiple of the group's block size; empty:
                 `skip_tokens` for all groups.
 
         Raises:

@@ -207,7 +207,7 @@ class KvSender:
         self._stats.exposed_s += transferred.exposed_s
 
     def require_compatible(self, ticket: Ticket) -> None:
-        """Raise TransferRefused, with the difference, if a ticket's worker cannot have KV of this one."""
+        """Raise TransferRefused, with the difference, if a ticket's worker cannot receive KV from this one."""
         difference = mismatch(self.layout, ticket.layout, self._config.wire_dtype)
         if ticket.wire_compat != self._worker.wire_compat:
             raise TransferRefused(
@@ -274,8 +274,8 @@ class OutgoingTransfer:
         into the new blocks.
 
         Args:
-            block_ids: all blocks of the sequence so far, and the row of its states once everything is computed. Blocks
-                that the receiver has, or does not need any more, are not sent.
+            block_ids: all blocks of the sequence so far, and the row of its states once all tokens are computed. Blocks
+                that the receiver has or does not need are not sent.
         """
         if self._queues:
             for queue in self._queues:

@@ -54,8 +54,9 @@ class CostModel:
 
         Args:
             full_share: share of a token's KV and attention in layers without a window.
-            window: tokens to which the other layers attend; 0: they have no KV. Shorter contexts cost as much.
-            state_tokens: size of a sequence's states, in tokens whose KV in all layers is as large.
+            window: tokens to which the other layers attend; 0: they have no KV. Sequences that are shorter than the
+                window cost as much.
+            state_tokens: size of a sequence's states, as a number of tokens with as much KV in all layers.
         """
         steps, others = self.steps, 1 - full_share
         read = others * window + 2 * state_tokens  # a state is read and written

@@ -1,8 +1,8 @@
 """Worker in virtual time: the production engine, scheduler and block pool with a model that only takes time.
 
-Steps in which every sequence decodes and none waits are executed as one leap, until a sequence needs another block, or
-if the model has states or windows, until it has filled one.
-Only an arrival can interrupt a leap; it ends the leap after the current step.
+Steps in which every sequence decodes and none waits are executed as one leap. It ends when a sequence needs another
+block or, if the model has states or windows, when a sequence has filled one. Only an arrival can interrupt a leap; it
+ends the leap after the current step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WorkerShape:
     has_states: bool = False
     snapshot_tokens: int = 1024
     longest: int = 0
-    """Tokens of the longest sequence, for which a group with a window has blocks; 0: as many as all blocks hold."""
+    """Tokens of the longest sequence, which a group with a window can hold; 0: as many as all blocks hold."""
 
     @property
     def spec(self) -> KVSpec:

@@ -253,7 +253,7 @@ class World:
         self._first_token(flight, sequence)
         flight.held, flight.computing = sequence, None
         transfer_s = self._transfer_s(flight.served.request.num_prompt_tokens)
-        hidden_s = min(self.now - flight.began_s, transfer_s - self._costs.transfer_s(0))  # the state is the last's
+        hidden_s = min(self.now - flight.began_s, transfer_s - self._costs.transfer_s(0))  # the state comes last
         self._at(self.now + transfer_s - hidden_s, lambda: self._arrived(flight))
 
     def _transfer_s(self, num_tokens: int, begins: Sequence[int] = (0, 0)) -> float:

@@ -55,7 +55,7 @@ class PoolView:
         """Worker with a much lower limit than the others -> the longest sequence that it holds."""
         self._block_size = HASH_BLOCK
         self._resumes_anywhere = True
-        """False if a worker says that its model does not: all workers serve the same one."""
+        """False if any worker reports False: all workers serve the same model."""
         self._loads: dict[tuple[str, int], LoadTracker] = {}
         """Load by worker and epoch: a new incarnation does not inherit jobs."""
         self._ready: list[LoadTracker] = []
@@ -236,9 +236,9 @@ class PoolView:
         return [book.seen(turn, min(held.get(book.worker_id, 0) * book.block_size, num_tokens), now) for book in ready]
 
     def _resume_points(self, prompt: Prompt) -> dict[str, int]:
-        """Return, in each worker's blocks, the prefix after which it can continue a prompt.
+        """Return the length of the prefix after which each worker can continue a prompt, in the worker's blocks.
 
-        It is shorter than the prompt, because the last token is computed.
+        It is shorter than the prompt, because the last token must be computed.
         """
         size = self._block_size
         found = self._lookup(prompt.block_keys[: (prompt.num_tokens - 1) // size], resumes_anywhere=False)

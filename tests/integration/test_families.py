@@ -1,7 +1,7 @@
 """Models of families beyond the dense ones answer as transformers' own `generate`, because the model is asked.
 
 Each is a tiny random model of its type, made here; no file of the engine names any of them. What the model does not
-let us compute is refused by a sentence: each net under wrong tokens has a type here that only it refuses.
+let us compute is refused by a sentence: each check against wrong tokens has a type here that only it refuses.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class BlockCopier:
         layout: the layout of `cache`'s side: the plan's source or its destination.
         rank: the rank of that side.
         block_ids: the sequence's block tables on this side; the first block of a table holds token 0. The first entry
-            of the states' table is the row to be copied.
+            of the states' table is the row that is copied.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class BlockCopier:
         for table, num_blocks in zip(block_ids, self._cache.table_sizes, strict=True):
             if not all(block == EMPTY_PLACE or 0 <= block < num_blocks for block in table):
                 raise ValueError(f"a cache of {num_blocks} blocks does not have all of {list(table)}")
-        # An engine may drop blocks by a window that its groups do not name. Their places are never read at the other
-        # side, but what is sent for them must not be garbage that spoils a sum.
+        # An engine may drop blocks although its groups declare no window. The receiver never uses what is sent for
+        # their places, but it must not be garbage that spoils a sum.
         tables = [np.array(table, dtype=np.int64) for table in block_ids]
         for blocks, group in zip(tables, self._cache.spec.groups, strict=False):
             if not group.window:

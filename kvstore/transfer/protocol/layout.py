@@ -10,8 +10,8 @@ A source rank sends a destination rank the heads that both hold. If the source i
 sends it, and destinations alternate between these ranks (the rule of vLLM's `tp_mapping`; MLA, one head for all ranks,
 is the same case).
 
-Every rank has the whole states. A destination rank receives them from the first rank that sends it heads; if no rank
-does, from the rank of its number, modulo the number of source ranks.
+Every rank has the whole states. A destination rank receives them from the first rank that sends it heads. If none does,
+they come from the rank with its own number, modulo the number of source ranks.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def window_begins(layout: KvLayout, num_tokens: int) -> tuple[int, ...]:
 
 
 def begins_of(ticket: Ticket, num_tokens: int) -> tuple[int, ...]:
-    """Return, by group, the token from which KV is wanted if a sender has `num_tokens` of an untrusted ticket's tokens.
+    """Return, by group, the first token whose KV an untrusted ticket requests, for a sender with `num_tokens` tokens.
 
-    The fewer tokens there are, the earlier a window starts. The receiver has blocks from where the group begins, or if
-    it has the start of the window already, from there.
+    A window starts earlier if the sender has fewer tokens. In each group, the receiver has blocks from the ticket's
+    begin or from the start of the window after all of the ticket's tokens, whichever is earlier.
 
     Raises:
         ValueError: the receiver cannot take so few tokens, or the ticket contradicts itself.

@@ -9,8 +9,8 @@ the two sides' block sizes, of the heads that the two ranks share, in one layer:
     unit in int8  | float32 scale per page: head 0 K, V; head 1 K, V; ... | the pages as above |
     by token      one page per head, of K and V of each token         opaque: a whole block, bits unchanged
 
-Each group has its own begin: the first token of a block that the destination lacks and that is still in the window
-after the transferred tokens.
+Each group has its own begin: the start of the first block that the destination lacks, or of the first block of the
+group's window after the transferred tokens, whichever is later.
 
 Chunks are ordered so that KV that is computed first is sent first. The sequence is cut into consecutive spans at
 multiples of `span_tokens`. Within a span, the layers follow the order of the model. The states come last, since they
@@ -106,7 +106,7 @@ class TransferPlan:
     dst_rank: int
     num_tokens: int
     begins: tuple[int, ...]
-    """First token whose KV is transferred, by layer group. A group that begins at the end or after it has no chunks."""
+    """First token whose KV is transferred, by layer group. A group has no chunks if this is `num_tokens` or more."""
     options: WireOptions
     groups: tuple[WireGroup, ...]
     chunks: tuple[Chunk, ...]
@@ -154,7 +154,7 @@ def plan(
     The two layouts must be compatible: `layout.mismatch` returns "".
 
     Args:
-        begins: by group, the number of leading tokens that the destination has in it. Blocks before its window are not
+        begins: number of leading tokens that the destination has, by group. Blocks before a group's window are not
             transferred either.
 
     Raises:
@@ -271,7 +271,7 @@ def _state_chunks(src: KvLayout, chunk_bytes: int) -> Iterator[Chunk]:
 
 
 def _spans(begin: int, end: int, span_tokens: int, unit_tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut the sequence's tokens from the span of `begin` on, at multiples of whole units of every group."""
+    """Cut a sequence's tokens into spans, from the span with `begin` on, at multiples of whole units of every group."""
     whole_units = math.lcm(*unit_tokens)
     step = max(1, span_tokens // whole_units) * whole_units
     return _cut(begin // step * step, end, step)
