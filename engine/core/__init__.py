@@ -22,6 +22,7 @@ __all__ = [
     "outputs",
     "pins",
     "plan",
+    "pool_sizes",
     "requirements",
     "runner",
     "scheduler",

@@ -153,7 +153,7 @@ class Engine:
         """
         begins = (group.first_block(sequence.num_tokens) for group in self.pool.groups)
         tables = zip(sequence.block_ids, begins, strict=False)
-        states: BlockTables = ((),) if self.pool.rows is not None else ()
+        states: BlockTables = ((),) if self.pool.rows is not None and sequence.block_ids else ()
         return self._pins.take((*((EMPTY_PLACE,) * begin + table[begin:] for table, begin in tables), *states))
 
     def pin_prefix(self, keys: SequenceOf[bytes]) -> Pin:

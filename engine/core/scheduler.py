@@ -134,9 +134,9 @@ class Scheduler:
             num_missing, context = sequence.num_tokens - sequence.num_computed_tokens, sequence.num_computed_tokens
             if sequence.scores_prompt and not self.pool.needs_whole_prompts:
                 num_missing = min(num_missing, MAX_SCORED)
-            num_tokens = int(min(plan.budget, num_missing, self.blocks.num_until_snapshot(sequence)))
-            within = self.costs.tokens_within(room_s, context, num_tokens) if room_s < math.inf else num_tokens
-            num_tokens = min(num_tokens, max(within, least))
+            wanted = int(min(plan.budget, num_missing, self.blocks.num_until_snapshot(sequence)))
+            within = self.costs.tokens_within(room_s, context, wanted) if room_s < math.inf else wanted
+            num_tokens = min(wanted, max(within, least))
             if self.pool.needs_whole_prompts:
                 num_tokens = num_missing if num_missing <= plan.budget else 0
             if num_tokens < 1 or not self._grow(sequence, context + num_tokens, plan):
@@ -145,7 +145,7 @@ class Scheduler:
             plan.add(sequence, sequence.part(num_tokens))
             least = max(0, least - num_tokens)
             # If the time is used up, the next prompt gets the rest of the least share.
-            plan.budget = plan.budget if within >= num_missing else min(plan.budget, least)
+            plan.budget = plan.budget if within >= wanted else min(plan.budget, least)
             room_s -= num_tokens * (self.costs.s_per_token + self.costs.s_per_pair * (context + num_tokens / 2))
 
     def _note_full(self, now: float) -> None:

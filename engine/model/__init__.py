@@ -33,6 +33,7 @@ __all__ = [
     "pretrained",
     "rank_step",
     "ranks",
+    "recurrent",
     "rows",
     "self_check",
     "shapes",

@@ -30,7 +30,7 @@ class CostModel:
     transfer_latency_s: float
     transfer_s_per_token: float
     transfer_s_per_window_token: float = 0.0
-    """The same for layers with a window, of which only the window is transferred."""
+    """Seconds per token of the layers with a window, of which only the window is transferred."""
     transfer_s_per_state: float = 0.0
     prefill_steps: StepCosts | None = None
     """Costs of a prefill worker's steps, if they differ."""

@@ -415,7 +415,7 @@ def test_pages_of_another_type_do_not_change_the_states(folder_of: Callable[[str
 def test_recurrent_states_keep_the_type_that_the_model_wants(folder_of: Callable[[str], Path]) -> None:
     from transformers import AutoConfig
 
-    shape = ask(AutoConfig.from_pretrained(folder_of("qwen3_next"))).shape
+    shape = ask(AutoConfig.from_pretrained(folder_of("qwen3_next"), trust_remote_code=False)).shape
     spec = shape.cache_spec(16, "bfloat16", 1, "bfloat16")
     assert [(state.name, state.dtype) for state in spec.states] == [("conv", "bfloat16"), ("recurrent", "float32")]
 

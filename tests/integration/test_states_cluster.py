@@ -101,7 +101,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     backend(tuple(f"<|{number}|>" for number in range(VOCAB_SIZE - 256))).save(str(folder / "tokenizer.json"))
     reference = load_reference(folder)
     references = [refer(reference, prompt, NUM_TOKENS) for prompt in prompts()]
-    spec = ask(AutoConfig.from_pretrained(folder)).shape.cache_spec(BLOCK, "float32", 1)
+    spec = ask(AutoConfig.from_pretrained(folder, trust_remote_code=False)).shape.cache_spec(BLOCK, "float32", 1)
     with running_cluster(
         *("--model", str(folder)),
         cluster_decode="2",

@@ -410,12 +410,15 @@ def test_beams_that_do_not_fit_into_the_pool_are_computed_one_after_the_other() 
     assert run(engine_of(num_blocks=6), specs) == [expected(spec) for spec in specs]
 
 
-@pytest.mark.parametrize(("priority", "arrived_s", "is_first"), [(1, 2.0, True), (0, 0.0, True), (0, 2.0, False)])
+@pytest.mark.parametrize(("priority", "arrived_s", "is_first"), [(1, 2.0, True), (0, 2.0, False)])
 def test_beams_that_wait_for_others_give_way_only_to_what_comes_before_them(
     priority: int, arrived_s: float, is_first: bool
 ) -> None:
-    """Also to what is no beam: else it would wait for them, and they for a beam behind it."""
-    engine, spec = engine_of(num_blocks=8), spec_of("waits", 60, beam_width=3, ignore_eos=True, max_tokens=12)
+    """Also to what is no beam: else it would wait for them, and they for a beam behind it.
+
+    Which beams wait, and when, depends on the processor's rounding of equal scores.
+    """
+    engine, spec = engine_of(num_blocks=8), spec_of("waits", 60, beam_width=3, ignore_eos=True, max_tokens=30)
     search = engine.add(spec, Purpose.GENERATE, 1.0)
     while not any(beam.waits_for_beams for beam in search.group):
         run_step(engine)

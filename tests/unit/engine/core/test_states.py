@@ -278,6 +278,15 @@ def test_a_prompt_that_must_be_whole_waits_for_a_step_of_its_own() -> None:
     assert engine.pin_prefix(block_keys(b"tenant", prompts[1])).num_tokens == 0
 
 
+def test_a_prompt_that_ends_at_a_snapshot_leaves_the_rest_of_the_step_to_others() -> None:
+    engine = stateful(max_num_batched_tokens=64)
+    prompts = [numbers(n, 20) for n in range(3)]
+    for n, prompt in enumerate(prompts):
+        engine.add(make_spec(prompt, 3, name=str(n)), Purpose.GENERATE, 0.0)
+    batch, _ = engine.schedule(0.0)
+    assert [len(part.token_ids) for part in batch.parts] == [16, 16, 16]
+
+
 def test_choices_share_the_row_of_their_prompt() -> None:
     engine, prompt = stateful(max_num_seqs=8), numbers(1, 40)
     specs = [make_spec(prompt, 10, name="one", choice_index=choice) for choice in range(3)]
