@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.errors import ModelLoadError
@@ -124,6 +124,10 @@ class ModelShape:
         ]
         states = [StateSpec(each.name, (len(each.places), *each.shape), each.dtype or computed) for each in self.states]
         return KVSpec(tuple(found), tuple(states), reads)
+
+    def without_windows(self) -> ModelShape:
+        """Return the shape whose layers keep the KV of all tokens, however far their attention looks back."""
+        return replace(self, layers={index: replace(layer, window=0) for index, layer in self.layers.items()})
 
     def sharing(self, spec: KVSpec) -> tuple[int, ...]:
         """Return the number of query heads per KV head in each group of the layout."""

@@ -39,6 +39,7 @@ from engine.model.ranks import OtherRanks
 from engine.model.rows import rows_of
 from engine.model.shapes import arithmetic_dtype
 from engine.model.transformers_model import ModelRank, load_config
+from engine.native.spec import FAMILIES
 
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
@@ -82,7 +83,9 @@ class TransformersRunner(LogitsRunner):
         asked = ask_folder(Path(model.path), config)
         if asked.shape.states:
             _refuse_for_states(model, engine)
-        super().__init__(model, engine, asked.shape, devices, num_blocks=PROBE_BLOCKS * measures)
+        # the native step keeps one group for all layers, and its workers exchange KV with these
+        shape = asked.shape.without_windows() if text.model_type in FAMILIES else asked.shape
+        super().__init__(model, engine, shape, devices, num_blocks=PROBE_BLOCKS * measures)
         self._others = OtherRanks(model, engine, self.caches) if len(self.caches) > 1 else None
         self.runs_ahead = devices[0].type == "cuda" and self._others is None
         try:
