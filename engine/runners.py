@@ -126,9 +126,11 @@ def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside: 
     if model.weights != "fp8":
         model.require_exact(why)
     from engine.model.transformers_runner import TransformersRunner
+    from engine.native.spec import FAMILIES
 
     logger.info("the model runs on transformers: %s", why)
-    found = TransformersRunner(model, engine, set_aside)
+    # The native step keeps one group for all layers, and workers of both runners exchange KV.
+    found = TransformersRunner(model, engine, set_aside, keeps_all=FAMILIES)
     if engine.runner == "auto" and not found.computes.gpu:
         own = found.computes
         found.computes = replace(own, fallbacks=(*own.fallbacks, fallback("the native step is not used", why)))

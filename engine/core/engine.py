@@ -143,6 +143,8 @@ class Engine:
         """
         assert sequence.status is Status.RESERVED, sequence.status
         assert num_tokens <= sequence.num_tokens, f"{num_tokens} of {sequence.num_tokens} tokens have arrived"
+        is_behind = num_tokens < sequence.num_computed_tokens
+        assert not (self.pool.rows and is_behind), f"the state of {num_tokens} tokens came, and more are there already"
         self._book_computed(sequence, max(sequence.num_computed_tokens, num_tokens))
 
     def pin(self, sequence: Sequence) -> Pin:

@@ -149,7 +149,7 @@ def own_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
             failure = in_one_line(error)
         finally:
             model.set_attn_implementation(ours)
-    raise ModelLoadError(f"transformers' own attention cannot compute this model: {failure}")
+    raise ModelLoadError(f"this model cannot be compared with transformers' own attention: {failure}")
 
 
 def steps(token_ids: list[int], spec: KVSpec, ends: Sequence[int] = ENDS) -> Iterator[RankStep]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +39,6 @@ from engine.model.ranks import OtherRanks
 from engine.model.rows import rows_of
 from engine.model.shapes import arithmetic_dtype
 from engine.model.transformers_model import ModelRank, load_config
-from engine.native.spec import FAMILIES
 
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
@@ -58,6 +57,7 @@ class TransformersRunner(LogitsRunner):
 
     Args:
         set_aside: bytes of each GPU that are reserved for transfers.
+        keeps_all: types of models whose layers keep the KV of all tokens in one group, although some have a window.
 
     Raises:
         ModelLoadError: the folder is not a model this engine runs, the KV pool is too small, the ranks do not suit
@@ -67,7 +67,9 @@ class TransformersRunner(LogitsRunner):
 
     name = "transformers"
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig, set_aside: int = 0) -> None:
+    def __init__(
+        self, model: ModelConfig, engine: EngineConfig, set_aside: int = 0, keeps_all: Collection[str] = ()
+    ) -> None:
         if engine.kv_dtype == INT8:
             raise ConfigError("engine.kv_dtype int8 needs the native step; set float32, bfloat16, fp8 or auto")
         self._set_aside = set_aside
@@ -83,8 +85,7 @@ class TransformersRunner(LogitsRunner):
         asked = ask_folder(Path(model.path), config)
         if asked.shape.states:
             _refuse_for_states(model, engine)
-        # the native step keeps one group for all layers, and its workers exchange KV with these
-        shape = asked.shape.without_windows() if text.model_type in FAMILIES else asked.shape
+        shape = asked.shape.without_windows() if text.model_type in keeps_all else asked.shape
         super().__init__(model, engine, shape, devices, num_blocks=PROBE_BLOCKS * measures)
         self._others = OtherRanks(model, engine, self.caches) if len(self.caches) > 1 else None
         self.runs_ahead = devices[0].type == "cuda" and self._others is None

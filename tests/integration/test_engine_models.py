@@ -185,7 +185,8 @@ def same_up_to_near_ties(answer: list[int], reference: Reference) -> bool:
 
 
 def make_engine(folder: Path, config: EngineConfig = ENGINE) -> Engine:
-    return engine_of(TransformersRunner(ModelConfig(path=str(folder), device="cpu"), config), config)
+    runner = TransformersRunner(ModelConfig(path=str(folder), device="cpu"), config, keeps_all=FAMILIES)
+    return engine_of(runner, config)
 
 
 def engine_of(runner: Runner, config: EngineConfig) -> Engine:

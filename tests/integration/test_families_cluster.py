@@ -101,6 +101,16 @@ def test_answers_are_those_of_transformers(served: Served) -> None:
 
 
 def test_answers_go_on_with_their_kv_as_a_worker_drains(served: Served) -> None:
+    require_answers_through_a_drain(served)
+
+
+def test_answers_go_on_as_a_worker_dies(served: Served) -> None:
+    require_answers_through_a_kill(served)
+
+
+def require_answers_through_a_drain(served: Served) -> None:
+    """Checks that answers of a decode worker that leaves migrate with their KV."""
+
     def migrations(pulled: str) -> float:
         return metric(served.cluster, "baton_migrations_total", f'pulled="{pulled}"')
 
@@ -110,7 +120,8 @@ def test_answers_go_on_with_their_kv_as_a_worker_drains(served: Served) -> None:
     assert (migrations("true"), migrations("false")) == (len(begun), 0)
 
 
-def test_answers_go_on_as_a_worker_dies(served: Served) -> None:
+def require_answers_through_a_kill(served: Served) -> None:
+    """Checks that answers of a decode worker that is killed, and only these, are retried."""
     begun, others = answered(served, psutil.Process.kill)
     assert all(stream.retries for stream in begun)
     assert not any(stream.retries for stream in others)

@@ -46,7 +46,7 @@ SCHEMA = {
 REGEX = "([a-p]{2,6}-)?[0-9]{3,9}"
 JSON, PATTERN = StructuredOutputs(json=json.dumps(SCHEMA)), StructuredOutputs(regex=REGEX)
 ASKED = (JSON, PATTERN, None, JSON, PATTERN)
-"""Of each of the prompts. The one without a structure is beside the others, and goes on after them."""
+"""The structure that each prompt's answer must follow; one has none, and its answer is the longest."""
 CASES = [pytest.param(kind, marks=[] if kind == "gpt_oss" else pytest.mark.full) for kind in KINDS]
 
 
@@ -59,7 +59,7 @@ def specs() -> list[SequenceSpec]:
 
 
 def refer_masked(model: Any, spec: SequenceSpec, matcher: GrammarMatcher | None) -> Reference:
-    """What `generate` says if it may choose only tokens that the matcher allows and that are no white space."""
+    """Returns the answer of `generate` if it chooses only among tokens that the matcher allows, without white space."""
     prompt = torch.tensor([spec.token_ids])
     num_taken = 0
 

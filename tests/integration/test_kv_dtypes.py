@@ -23,6 +23,7 @@ from engine.model.rank_step import RankStep
 from engine.model.transformers_runner import TransformersRunner
 from engine.native import build
 from engine.native.runner import NativeRunner
+from engine.native.spec import FAMILIES
 from engine.runners import make_runner
 from engine.testing import arithmetic_runner
 from kvstore.transfer.protocol.layout import layout_of, mismatch
@@ -50,7 +51,8 @@ def with_pages(kv_dtype: str, **settings: Any) -> EngineConfig:
 
 
 def transformers_runner(folder: Path, kv_dtype: str, **model: Any) -> TransformersRunner:
-    return TransformersRunner(ModelConfig(path=str(folder), device="cpu", **model), with_pages(kv_dtype))
+    given = ModelConfig(path=str(folder), device="cpu", **model)
+    return TransformersRunner(given, with_pages(kv_dtype), keeps_all=FAMILIES)
 
 
 def native_engine(folder: Path, kv_dtype: str, **settings: Any) -> Engine:

@@ -52,6 +52,7 @@ OFTEN = ("falcon_h1", "lfm2", "mamba2", "nemotron_h", "qwen3_next")
 TYPES = [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.full) for kind in RECURRENT]
 WHOLE = ["jamba", *(pytest.param(kind, marks=pytest.mark.full) for kind in WHOLE_PROMPTS if kind != "jamba")]
 AGAIN = ("falcon_h1", "mamba2", "qwen3_next")
+TRANSFERRED = [kind if kind in AGAIN else pytest.param(kind, marks=pytest.mark.full) for kind in RECURRENT]
 ENGINE = EngineConfig(num_blocks=256, max_num_seqs=8, max_num_batched_tokens=48, max_model_len=512)
 LARGE = replace(ENGINE, max_num_batched_tokens=256)
 NUM_TOKENS = 12
@@ -341,7 +342,7 @@ def test_choices_and_beams_share_states(kind: str, folder_of: Callable[[str], Pa
     assert num_different <= 1
 
 
-@pytest.mark.parametrize("kind", AGAIN)
+@pytest.mark.parametrize("kind", TRANSFERRED)
 async def test_blocks_and_one_row_are_enough_for_another_worker(kind: str, folder_of: Callable[[str], Path]) -> None:
     reference, prompt = load_reference(folder_of(kind)), prompts()[4]
     tokens, num_bytes, spec = await transferred(folder_of(kind), make_spec("one", prompt, 12, ignore_eos=True), ENGINE)

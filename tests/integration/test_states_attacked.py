@@ -135,7 +135,7 @@ NUM_LONG = 2_000
 def test_a_long_answer_drains_for_a_few_tokens_and_its_next_turn_finds_it(
     kind: str, folder_of: Callable[[str], Path]
 ) -> None:
-    """With the default distance of snapshots, except that one follows each sequence from block to block."""
+    """Snapshots have the default distance, and one more follows each sequence from block to block."""
     prompt, max_tokens = drawn(11, 60), NUM_LONG + 200
     sparse = replace(ENGINE, snapshot_tokens=1024)
     with serving(folder_of(kind), AGGREGATED) as workers:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from baton.blocks import num_blocks_for
@@ -21,7 +20,12 @@ from engine.model.asking import ask
 from tests.integration.cluster import Answer, running_cluster
 from tests.integration.test_engine_models import VOCAB_SIZE, Reference, load_reference, refer, same_up_to_near_ties
 from tests.integration.test_families import prompts, save_untied
-from tests.integration.test_families_cluster import NUM_TOKENS, Served, answered
+from tests.integration.test_families_cluster import (
+    NUM_TOKENS,
+    Served,
+    require_answers_through_a_drain,
+    require_answers_through_a_kill,
+)
 from tests.support.asking import exposition, metric, sample, sampling
 from tests.support.families import OFTEN, RECURRENT
 from tests.support.model_folders import backend
@@ -48,7 +52,7 @@ class Measured(Served):
     spec: KVSpec
 
     def is_right(self, prompt: list[int], answer: Answer) -> bool:
-        """Whether an answer is `generate`'s to the last token; False: up to a near tie."""
+        """Returns whether an answer equals that of `generate`; False: they differ from a near tie on. Others fail."""
         return same_up_to_near_ties(answer.token_ids, refer(load_reference(self.folder), prompt, len(answer.token_ids)))
 
     def ask(self, prompt: list[int], num_tokens: int) -> tuple[Answer, dict[tuple[str, str], int]]:
@@ -181,17 +185,9 @@ def test_a_common_beginning_is_computed_twice_at_most(served: Measured) -> None:
 
 
 def test_answers_go_on_with_their_kv_as_a_worker_drains(served: Measured) -> None:
-    def migrations(pulled: str) -> float:
-        return metric(served.cluster, "baton_migrations_total", f'pulled="{pulled}"')
-
-    assert migrations("true") == 0
-    begun, others = answered(served, psutil.Process.terminate)
-    assert not any(stream.retries for stream in begun + others)
-    assert (migrations("true"), migrations("false")) == (len(begun), 0)
+    require_answers_through_a_drain(served)
 
 
 def test_answers_go_on_as_a_worker_dies(served: Measured) -> None:
-    begun, others = answered(served, psutil.Process.kill)
-    assert all(stream.retries for stream in begun)
-    assert not any(stream.retries for stream in others)
+    require_answers_through_a_kill(served)
     served.cluster.wait_until_idle()

@@ -1176,7 +1176,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Of each sequence that its owner has not left: the tokens that came."""
         self.known: dict[int, Sequence] = {}
         self.reserved: dict[Sequence, tuple[int, ...]] = {}
-        """Of each sequence that waits for KV: the token of each layer group from which it is missing."""
+        """Sequences that wait for KV, each with the token from which it is missing in each layer group."""
         self.adopted: set[Sequence] = set()
         """Those with a snapshot in the place of their state, which is not written any more."""
         self.admitted: set[Sequence] = set()

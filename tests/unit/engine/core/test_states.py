@@ -69,7 +69,7 @@ def test_the_same_prompt_continues_after_its_last_full_block() -> None:
 
 
 def test_a_snapshot_that_only_passes_is_replaced_by_the_next_one() -> None:
-    """Of an answer of many blocks, the snapshots on the grid are kept, and the last one."""
+    """A long answer leaves the snapshots at multiples of the distance, and the last one."""
     engine, prompt = stateful(max_num_batched_tokens=512), numbers(1, 40)
     sequence = answer(engine, prompt, 150, "long")
     rows = engine.pool.rows
@@ -156,7 +156,7 @@ def test_a_step_computed_again_gives_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("num_tokens", range(1, 2 * BLOCK + 2))
 def test_answers_that_stop_anywhere_leave_right_snapshots(num_tokens: int) -> None:
-    """With steps planned ahead: the step behind the last token has written another row."""
+    """Steps are planned ahead, so one more step than needed has written a row of the sequence."""
     engine, prompt = make_engine(256, snapshot_tokens=BLOCK, with_state=True), numbers(1, 20)
     stop = expected_tokens(prompt, num_tokens, with_state=True)[-1]
     sequence = engine.add(make_spec(prompt, 60, stop_token_ids=(stop,)), Purpose.GENERATE, 0.0)

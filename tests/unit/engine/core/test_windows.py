@@ -64,7 +64,7 @@ def test_every_token_is_exact_at_any_window(window: int) -> None:
 
 
 def test_a_prefix_needs_the_blocks_of_its_window_only() -> None:
-    """What has left the window long ago is evicted from the group with the window; the rest is enough to go on."""
+    """The pool of the window has evicted the blocks that left it long ago. A prompt continues without them."""
     engine, prompt = windowed(256), numbers(1, 320)
     first = engine.add(make_spec(prompt, 2, name="first"), Purpose.GENERATE, 0.0)
     drain(engine)
