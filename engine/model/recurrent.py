@@ -17,7 +17,7 @@ of changing the gathered ones, the new states are stacked before the scatter.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -40,6 +40,19 @@ OF_RECURRENT = "cache_params"
 def cache_argument(model: Any) -> str:
     """Return the name by which a model takes its cache."""
     return OF_RECURRENT if OF_RECURRENT in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+StatePlaces = Mapping[tuple[str, int, int], tuple[str, int]]
+"""Name of a state's tensor and its place among the layers there, by kind, layer and index among the layer's states."""
+
+
+def places_of(kept: Sequence[KeptStates]) -> StatePlaces:
+    """Return where the states of a model's layers are."""
+    return {
+        (each.kind, layer, index): (each.name, place)
+        for each in kept
+        for place, (layer, index) in enumerate(each.places)
+    }
 
 
 class Pass(NamedTuple):
@@ -124,7 +137,7 @@ class PassStates(Cache):  # type: ignore[misc]
 
     Args:
         cache: the rank's cache.
-        kept: the states of the model's layers.
+        places: where the states of the model's layers are; see `places_of`.
         rows: rows of the sequences.
         num_computed_tokens: tokens before those of the pass, of its first sequence.
 
@@ -132,14 +145,10 @@ class PassStates(Cache):  # type: ignore[misc]
         ModelLoadError: a layer's state has another shape on this rank than in the whole model.
     """
 
-    def __init__(self, cache: KVCache, kept: Sequence[KeptStates], rows: StateRows, num_computed_tokens: int) -> None:
+    def __init__(self, cache: KVCache, places: StatePlaces, rows: StateRows, num_computed_tokens: int) -> None:
         super().__init__(layers=[])
         self._tensors, self._rows, self._num_computed_tokens = cache.states, rows, num_computed_tokens
-        self._place = {
-            (each.kind, layer, index): (each.name, place)
-            for each in kept
-            for place, (layer, index) in enumerate(each.places)
-        }
+        self._place = places
         read = rows.read
         self._read = {} if read is None else {name: all_.index_select(0, read) for name, all_ in cache.states.items()}
         """States before the pass, `[sequences, layers, ...]`. They are copies, which layers may change."""

@@ -35,7 +35,16 @@ from engine.model.kv_cache import KVCache, torch_dtype
 from engine.model.last_tokens import Filling
 from engine.model.latent import EXPAND, absorb, release
 from engine.model.rank_step import RankStep
-from engine.model.recurrent import OF_RECURRENT, Pass, PassStates, StateRows, Wanted, cache_argument, passes_of
+from engine.model.recurrent import (
+    OF_RECURRENT,
+    Pass,
+    PassStates,
+    StateRows,
+    Wanted,
+    cache_argument,
+    passes_of,
+    places_of,
+)
 from engine.model.shapes import arithmetic_dtype, longest_sequence
 from engine.model.table_rows import TableRoom
 from engine.uploads import StepNumbers
@@ -124,6 +133,7 @@ class ModelRank:
         """Keys of the sequences in the previous step."""
         self._shape = asked.shape
         self._cache_argument = cache_argument(self.model)
+        self._places = places_of(asked.shape.states)
         self._takes_rows = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         attentions = {m.layer_idx: m for m in self.model.modules() if hasattr(m, EXPAND)}
         self._latent = {i: attentions[i] for i, layer in asked.shape.layers.items() if layer.is_latent}
@@ -218,7 +228,7 @@ class ModelRank:
             logits: torch.Tensor = self.model(**given).logits
         else:
             begin = each.parts[0].num_computed_tokens
-            states = PassStates(self.cache, self._shape.states, prepared.states, begin)
+            states = PassStates(self.cache, self._places, prepared.states, begin)
             logits = self.model(**given, **{self._cache_argument: states}).logits
             states.store()
         rows = logits.flatten(0, 1)
