@@ -30,11 +30,6 @@ class Hypotheses:
     finished: tuple[Beam, ...] = ()
     """Finished sequences so far, the best first."""
 
-    @property
-    def num_computed(self) -> int:
-        """Number of tokens of the running beams."""
-        return sum(len(beam.token_ids) for beam in self.running)
-
     def shared_token_ids(self) -> tuple[int, ...]:
         """Return the common prefix of all beams."""
         num_shared = 0

@@ -47,6 +47,8 @@ class Choice:
     computed again after a failure count once."""
     hypotheses: Hypotheses = NO_HYPOTHESES
     """State of its beam search when its worker asked for a migration; the next worker continues from it."""
+    num_computed_before: int = 0
+    """Value of `num_computed` when its beam search had this state."""
     sampler: str = ""
     """Name of the sampler of the latest attempt, on this router or another; it has drawn the emitted tokens."""
     is_continued: bool = False
@@ -144,6 +146,15 @@ class Choice:
     def known_ids(self) -> tuple[int, ...]:
         """Known leading tokens of the answer; for a beam search the tokens that all beams share."""
         return self.hypotheses.shared_token_ids() if self.hypotheses.running else tuple(self.emitted)
+
+    def reach(self, hypotheses: Hypotheses) -> None:
+        """Record the state from which its beam search continues on the next worker."""
+        self.hypotheses, self.num_computed_before = hypotheses, self.num_computed
+
+    def go_back(self) -> None:
+        """Forget the tokens that its beam search has drawn since its recorded state: they are computed again."""
+        if self.spec.sampling.use_beam_search:
+            self.num_computed = self.num_computed_before
 
     def has_kv(self) -> None:
         """Record that its decode worker has the prompt's KV now, so its followers may be placed there."""

@@ -148,6 +148,7 @@ class Dispatcher:
                         return
                     case Moved(assignment):
                         prepared = assignment
+                        choice.go_back()
                     case WorkerLeaving(worker):
                         self._leaves(choice, worker, attempt)
                     case AttemptFailed(failure):
@@ -305,8 +306,7 @@ class Dispatcher:
         if isinstance(error, WorkerDraining):
             self._leaves(choice, worker, attempt)
             return
-        if choice.spec.sampling.use_beam_search:  # the search restarts from the state that was last reported
-            choice.num_computed = choice.hypotheses.num_computed
+        choice.go_back()
         text = failed_text(worker.info, error, len(choice.emitted))
         choice.events.note(time.monotonic(), EventKind.FAILED, text, attempt.spec.attempt, worker.info.id)
         if isinstance(error, WorkerFailed):

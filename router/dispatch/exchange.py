@@ -350,7 +350,7 @@ class _Rest:
         if self._attempt.spec.sampling.use_beam_search:
             if not order.hypotheses.running:
                 return await self._stream.read()  # the search cannot migrate: its worker completes it
-            self._attempt.choice.hypotheses = order.hypotheses
+            self._attempt.choice.reach(order.hypotheses)
         if self._preparing is None:
             self._preparing = self._held.start(self._migration.prepare(self._attempt, self._stream))
         return await self._read_or_migrate(self._preparing)

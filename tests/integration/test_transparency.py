@@ -40,6 +40,10 @@ NUM_EXPECTED = 48
 """Answers that are worked out without a cluster, too."""
 NUM_BETWEEN_LEAVES = 12
 """Answers heard before the next worker leaves."""
+NUM_INTERRUPTED = 10
+"""More answers than these are moved or begun anew, however many of them a fast machine ends before a worker leaves."""
+MAX_ROUNDS = 6
+"""How often all requests are asked until that many have been interrupted."""
 STEP_MS = 8.0
 LEASE_S = 15.0
 TRANSFER = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
@@ -268,20 +272,25 @@ def test_decode_workers_leave_in_the_middle(
         raise AssertionError
 
     migrations_before = metric(split_fleet.routers[0], "baton_migrations_total")
+    num_retried, num_migrated, num_interrupted = 0, 0.0, 0.0
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(leave)
         try:
-            heard = all_of(ALL, ask)
+            for _ in range(MAX_ROUNDS):
+                heard = all_of(ALL, ask)
+                same(heard, all_answers)
+                num_retried += sum(one.retries > 0 for one in heard if isinstance(one, Listening))
+                num_migrated = metric(split_fleet.routers[0], "baton_migrations_total") - migrations_before
+                num_interrupted = num_migrated if number is signal.SIGTERM else num_retried
+                if num_interrupted > NUM_INTERRUPTED:
+                    break
         finally:
             done.set()
             answered.release(NUM_BETWEEN_LEAVES)
         num_left = leaving.result(60)
-    same(heard, all_answers)
-    num_retried = sum(one.retries > 0 for one in heard if isinstance(one, Listening))
-    num_migrated = metric(split_fleet.routers[0], "baton_migrations_total") - migrations_before
     print(f"{num_left} decode workers left, {num_retried} answers began anew elsewhere, {num_migrated} choices moved")
     assert num_left > 1
-    assert (num_migrated if number is signal.SIGTERM else num_retried) > 10
+    assert num_interrupted > NUM_INTERRUPTED
 
 
 def test_a_search_goes_on_where_the_leaving_worker_was(split_fleet: Fleet) -> None:

@@ -745,10 +745,17 @@ async def test_a_search_goes_on_elsewhere_from_where_it_was() -> None:
         running=(Beam(token_ids=(4, 8), logprob=-1.0), Beam(token_ids=(4, 9), logprob=-2.0)),
         finished=(Beam(token_ids=(2,), logprob=-0.5, finish_reason=FinishReason.STOP),),
     )
-    begun = NewTokens(token_ids=(), finish_reason=None, report=PrefillReport())
+    begun = NewTokens(token_ids=(), finish_reason=None, report=PrefillReport(), num_searched=1)
+    continued = replace(begun, num_searched=0)
+    going_on = NewTokens(token_ids=(), finish_reason=None, num_searched=2)
+    last = replace(found(7), num_searched=2)
     never = asyncio.Event()
     workers = ScriptedWorkers(
-        decode=[[begun, Migrate(hypotheses), never], [ticket, begun, Migrate(), GONE], [begun, found(7)]],
+        decode=[
+            [begun, going_on, Migrate(hypotheses), going_on, going_on, never],
+            [ticket, continued, going_on, Migrate(), GONE],
+            [continued, going_on, last],
+        ],
         fetch=[[Fetched(NUM_PROMPT)]],
         prefill=[computes()],
     )
@@ -765,6 +772,33 @@ async def test_a_search_goes_on_elsewhere_from_where_it_was() -> None:
     assert {spec.sampling.prompt_logprobs for spec in served} == {None}, "they came with the first report"
     assert {spec.hypotheses for spec in later} == {hypotheses}, "also where it begins again"
     assert {spec.token_ids[NUM_PROMPT:] for spec in later} == {(4,)}
+    assert group.num_computed == 7, "what was drawn after that state was drawn again"
+
+
+async def test_tokens_of_a_search_that_its_next_worker_draws_again_count_once() -> None:
+    hypotheses = Hypotheses(running=(Beam(token_ids=(4, 8), logprob=-1.0), Beam(token_ids=(4, 9), logprob=-2.0)))
+    begun = NewTokens(token_ids=(), finish_reason=None, report=PrefillReport(), num_searched=1)
+    going_on = NewTokens(token_ids=(), finish_reason=None, num_searched=2)
+    is_behind, never = asyncio.Event(), asyncio.Event()
+    workers = ScriptedWorkers(
+        decode=[
+            [begun, going_on, Migrate(hypotheses), going_on, going_on, never],
+            [ticket, replace(begun, num_searched=0), replace(found(7), num_searched=2)],
+        ],
+        fetch=[[is_behind, Fetched(NUM_PROMPT)]],
+        prefill=[[FirstToken(token_id=None, finish_reason=None, report=PrefillReport()), Transferred(10, 1, 0.0, 0.0)]],
+    )
+    async with bench_of(workers, {"d": Role.DECODE, "e": Role.DECODE}, "aggregated") as bench:
+        group = search_of(1, 3)
+
+        async def heard() -> list[tuple[int, ...]]:
+            return [message.token_ids async for _, message in bench.dispatcher.run(group)]
+
+        hearing = asyncio.ensure_future(heard())
+        await until(lambda: group.num_computed == 7)
+        is_behind.set()
+        assert await hearing == [(7,)]
+    assert group.num_computed == 5
 
 
 async def test_a_search_stays_on_a_worker_that_leaves_where_its_state_does_not_travel() -> None:
