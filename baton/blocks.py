@@ -1,9 +1,11 @@
 """Block keys: names of cached KV blocks, identical in the router and in every worker.
 
-A key names everything a block's content depends on: the tokens up to its end, the model and the tenant's cache scope.
+A key names everything a block's content depends on: the tokens up to its end, the model, the tenant's cache scope and
+the adapter. `SequenceSpec.block_keys` makes the keys of a sequence.
 
     key_0 = H(seed,    tokens[ 0:16])
-    key_i = H(key_i-1, tokens[16i:16(i+1)])       seed = H(content id, HMAC(secret, tenant))
+    key_i = H(key_i-1, tokens[16i:16(i+1)])       seed = H(content id, HMAC(secret, tenant)),
+                                                     with an adapter H(seed, adapter digest)
 
 Keys are chained over hash blocks of 16 tokens whatever the block size, so pools with different block sizes share keys:
 the key of a block of 32 tokens is the key of its second hash block. `H` is BLAKE2b with a 16-byte digest. A fast
@@ -29,15 +31,20 @@ HASH_BLOCK_BYTES = HASH_BLOCK * 4
 assert array("I").itemsize == 4
 
 
-def content_id(model_identity: str, adapter: str = "") -> str:
-    """Return an id of everything that determines the cache content; 32 hexadecimal digits."""
-    return hashlib.blake2b(f"{model_identity}\0{adapter}".encode(), digest_size=KEY_BYTES).hexdigest()
+def content_id(model_identity: str) -> str:
+    """Return an id of the model in block keys and Redis; 32 hexadecimal digits."""
+    return hashlib.blake2b(f"{model_identity}\0".encode(), digest_size=KEY_BYTES).hexdigest()
 
 
 def cache_seed(content: str, secret: bytes, cache_scope: str) -> bytes:
     """Return the seed of a tenant's key chains. Clients cannot forge another tenant's: only routers know `secret`."""
     scope = hmac.digest(secret, cache_scope.encode(), "sha256")
     return hashlib.blake2b(content.encode() + scope, digest_size=KEY_BYTES).digest()
+
+
+def seed_with_adapter(seed: bytes, adapter_digest: str) -> bytes:
+    """Return the seed of the key chains of an adapter's sequences in the cache scope of `seed`."""
+    return hashlib.blake2b(seed + adapter_digest.encode(), digest_size=KEY_BYTES).digest()
 
 
 def block_keys(seed: bytes, token_ids: Sequence[int], block_size: int = HASH_BLOCK) -> list[bytes]:
@@ -64,11 +71,6 @@ def num_pullable(num_tokens: int, num_cached: int) -> int:
     The last token is never pulled: its computation yields the next token.
     """
     return max(0, min(num_cached, num_tokens - 1))
-
-
-def prefix_keys(seed: bytes, token_ids: Sequence[int], num_cached: int) -> list[bytes]:
-    """Return the keys, one per hash block, of the prefix that can be pulled if `num_cached` tokens are cached."""
-    return block_keys(seed, token_ids[: num_pullable(len(token_ids), num_cached)])
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

@@ -8,10 +8,11 @@ and `NewTokens`; `FetchRequest`, answered by `Fetched`; all in one stream of `St
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
+from baton.blocks import HASH_BLOCK, block_keys, seed_with_adapter
 from baton.errors import BatonError
 from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
 from baton.kv_layout import KvLayout
@@ -22,6 +23,21 @@ ROUTERS_SAMPLING = frozenset(
     {"stop", "n", "best_of", "bad_words", "dry_sequence_breakers", "include_stop_str_in_output", "skip_special_tokens"}
 )
 """Fields of `SamplingParams` that stay with the router: a worker knows neither text nor the other choices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter of the served model, as it was registered."""
+
+    name: str
+    """Model name under which clients request it."""
+    path: str
+    """Its folder, which every worker can read."""
+    digest: str
+    """Digest of its content, hexadecimal. It names the adapter in block keys: a folder with new weights is another
+    adapter."""
+    rank: int
+    """Largest rank of its matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +64,31 @@ class SequenceSpec:
     """Expected tokens of the whole choice, for which a worker reserves memory; 0: the worker's setting decides."""
     hypotheses: Hypotheses = NO_HYPOTHESES
     """State from which a beam search continues; the tokens then end with the common prefix of its running beams."""
+    adapter: Adapter | None = None
+    """The adapter that answers; None: the model itself."""
+
+    @property
+    def key_seed(self) -> bytes:
+        """Seed of its key chain: the cache scope's, and the adapter's if it has one."""
+        return self.cache_seed if self.adapter is None else seed_with_adapter(self.cache_seed, self.adapter.digest)
+
+    def block_keys(
+        self,
+        token_ids: Sequence[int],
+        known: Sequence[bytes] = (),
+        *,
+        end: int | None = None,
+        block_size: int = HASH_BLOCK,
+    ) -> list[bytes]:
+        """Return the keys of the sequence's full blocks after the known ones. Every key of a sequence is made here.
+
+        Args:
+            token_ids: the sequence's tokens from its begin: its own, or with more of its answer.
+            known: keys of its first blocks, of the same size.
+            end: number of tokens whose blocks are named; None: all.
+        """
+        words = token_ids[len(known) * block_size : end]
+        return block_keys(known[-1] if known else self.key_seed, words, block_size)
 
     @property
     def max_tokens(self) -> int:

@@ -460,11 +460,14 @@ class SequenceSpec(_message.Message):
     ITL_S_FIELD_NUMBER: _builtins.int
     NUM_EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     HYPOTHESES_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     choice_index: _builtins.int
     num_prompt_tokens: _builtins.int
     cache_seed: _builtins.bytes
-    """Seed of the chained block keys: the router's hash of the content id and the tenant scope."""
+    """Seed of the chained block keys: the router's hash of the content id and the tenant scope. With an adapter, its
+    digest is hashed in, too.
+    """
     attempt: _builtins.int
     """Number of earlier placements of the choice."""
     priority: _builtins.int
@@ -489,6 +492,10 @@ class SequenceSpec(_message.Message):
     def hypotheses(self) -> Global___Hypotheses:
         """State from which a beam search continues. `token_ids` ends with the tokens that all running beams have in common."""
 
+    @_builtins.property
+    def adapter(self) -> Global___Adapter:
+        """Adapter that answers; none: the model itself. The worker loads it first if it does not hold it."""
+
     def __init__(
         self,
         *,
@@ -504,14 +511,48 @@ class SequenceSpec(_message.Message):
         itl_s: _builtins.float = ...,
         num_expected_tokens: _builtins.int = ...,
         hypotheses: Global___Hypotheses | None = ...,
+        adapter: Global___Adapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hypotheses", b"hypotheses", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "hypotheses", b"hypotheses", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_seed", b"cache_seed", "choice_index", b"choice_index", "hypotheses", b"hypotheses", "itl_s", b"itl_s", "num_expected_tokens", b"num_expected_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "cache_seed", b"cache_seed", "choice_index", b"choice_index", "hypotheses", b"hypotheses", "itl_s", b"itl_s", "num_expected_tokens", b"num_expected_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """A LoRA adapter of the served model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    path: _builtins.str
+    """Folder that every worker can read."""
+    digest: _builtins.str
+    """Digest of its content, in hexadecimal digits. A worker refuses a folder with another one."""
+    rank: _builtins.int
+    """Largest rank of its matrices."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "path", b"path", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class GroupLayout(_message.Message):

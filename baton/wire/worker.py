@@ -43,6 +43,8 @@ def write_sequence(spec: m.SequenceSpec, message: worker_pb2.SequenceSpec) -> No
     message.num_expected_tokens = spec.num_expected_tokens
     if spec.hypotheses != NO_HYPOTHESES:
         message.hypotheses.CopyFrom(to_pb(spec.hypotheses, worker_pb2.Hypotheses))
+    if spec.adapter is not None:
+        message.adapter.CopyFrom(to_pb(spec.adapter, worker_pb2.Adapter))
 
 
 def sequence_from_pb(message: worker_pb2.SequenceSpec) -> m.SequenceSpec:
@@ -64,6 +66,7 @@ def sequence_from_pb(message: worker_pb2.SequenceSpec) -> m.SequenceSpec:
         itl_s=message.itl_s,
         num_expected_tokens=message.num_expected_tokens,
         hypotheses=from_pb(message.hypotheses, Hypotheses) if message.HasField("hypotheses") else NO_HYPOTHESES,
+        adapter=from_pb(message.adapter, m.Adapter) if message.HasField("adapter") else None,
     )
 
 

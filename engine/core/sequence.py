@@ -204,7 +204,7 @@ class Sequence:
             self.purpose is Purpose.GENERATE
             and not self.num_output_tokens
             and sibling.spec.request_id == self.spec.request_id
-            and sibling.spec.cache_seed == self.spec.cache_seed
+            and sibling.spec.key_seed == self.spec.key_seed
             and sibling.num_computed_tokens >= num_shared
             and not sibling.copies
             and not (has_state and sibling.num_computed_tokens > num_shared)

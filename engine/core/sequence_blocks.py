@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
-from baton.blocks import block_keys
 from engine.core.block_pool import BlockPool
 from engine.core.group_pool import GroupPool
 from engine.core.kv_spec import BlockTables
@@ -194,6 +193,5 @@ class SequenceBlocks:
         """Compute at least the first `num_keys` block keys of a sequence."""
         keys, unit = sequence.block_keys, self.pool.key_tokens
         if len(keys) < num_keys:
-            seed = keys[-1] if keys else sequence.spec.cache_seed
-            keys += block_keys(seed, sequence.token_ids[len(keys) * unit : num_keys * unit], unit)
+            keys += sequence.spec.block_keys(sequence.token_ids, keys, end=num_keys * unit, block_size=unit)
         return keys

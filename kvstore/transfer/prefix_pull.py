@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton import wire
-from baton.blocks import HASH_BLOCK, num_pullable, prefix_keys
+from baton.blocks import HASH_BLOCK, num_pullable
 from baton.errors import BatonError, TransferTimeout
 from baton.messages import PrefixSource, Pull, SequenceSpec
 from baton.rpc import from_rpc_error
@@ -73,7 +73,7 @@ class PrefixPuller:
         began_s = time.monotonic()
         num_pulled = 0
         try:
-            keys = tuple(prefix_keys(spec.cache_seed, spec.token_ids, source.num_tokens))
+            keys = tuple(spec.block_keys(spec.token_ids, end=num_pullable(len(spec.token_ids), source.num_tokens)))
             num_pulled = await self._fetch(prefix, source, keys, arrived_s)
             self.num_tokens += num_pulled
         except BatonError as error:

@@ -19,7 +19,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
-from baton.blocks import block_keys
 from baton.cluster import Role, Worker, with_role
 from baton.config import RouterConfig
 from baton.errors import InvalidRequest, WorkerDraining, WorkerFailed
@@ -110,12 +109,9 @@ class Dispatcher:
             choice: ended by its end of sequence, its token limit or a stop string.
             num_tokens: length of the answer.
         """
-        spec, block_size = choice.spec, self._pools.block_size
         self._history.observe(choice.claim.tenant.id, num_tokens)
-        known, num_known = choice.block_keys, len(choice.block_keys) * block_size
-        num_answer = max(0, num_known - spec.num_prompt_tokens)
-        rest = spec.token_ids[num_known:] + tuple(choice.emitted[num_answer:num_tokens])
-        new = block_keys(known[-1] if known else spec.cache_seed, rest, block_size)
+        known, token_ids = choice.block_keys, choice.spec.token_ids + tuple(choice.emitted[:num_tokens])
+        new = choice.spec.block_keys(token_ids, known, block_size=self._pools.block_size)
         if new:
             self._instruments.prefixes.see((*known, *new))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from baton import wire
-from baton.blocks import HASH_BLOCK, block_keys, num_pullable
+from baton.blocks import HASH_BLOCK, num_pullable
 from baton.cluster import Role, Worker
 from baton.config import RouterConfig
 from baton.errors import NoWorker, Overloaded, Unsupported
@@ -38,7 +38,7 @@ class WorkerSelector:
 
     def prompt(self, spec: SequenceSpec) -> Prompt:
         """Return what placement needs to know about a sequence."""
-        hash_block_keys = tuple(block_keys(spec.cache_seed, spec.token_ids))
+        hash_block_keys = tuple(spec.block_keys(spec.token_ids))
         keys: tuple[bytes, ...] = ()
         if spec.sampling.prompt_logprobs is None:  # scores of the prompt need all of it computed, so no cache is used
             num_hash_blocks = self.pools.block_size // HASH_BLOCK

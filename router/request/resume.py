@@ -247,7 +247,7 @@ def digest_of(content_id: str, spec: SequenceSpec) -> bytes:
     It is keyed with the tenant's cache seed, so without the seed prompts cannot be guessed from it.
     """
     asked = (content_id, spec.num_prompt_tokens, spec.sampling.asked)
-    digest = hashlib.blake2b(repr(asked).encode(), key=spec.cache_seed, digest_size=DIGEST_BYTES)
+    digest = hashlib.blake2b(repr(asked).encode(), key=spec.key_seed, digest_size=DIGEST_BYTES)
     digest.update(array("I", spec.token_ids).tobytes())
     return digest.digest()
 

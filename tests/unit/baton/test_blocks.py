@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.blocks import block_keys, cache_seed, content_id, num_blocks_for
+from baton.blocks import block_keys, cache_seed, content_id, num_blocks_for, num_pullable
+from baton.messages import Adapter, SequenceSpec
+from tests.support.builders import sequence_spec
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=200)
 SEED = cache_seed(content_id("rev"), b"secret", "tenant")
@@ -43,11 +48,10 @@ def test_the_last_key_is_the_seed_of_what_follows(tokens: list[int], length: int
     assert keys + new == block_keys(SEED, tokens, block_size)
 
 
-def test_keys_depend_on_model_adapter_tenant_and_secret() -> None:
+def test_keys_depend_on_model_tenant_and_secret() -> None:
     seeds = [
         cache_seed(content_id("rev"), b"secret", "tenant"),
         cache_seed(content_id("rev2"), b"secret", "tenant"),
-        cache_seed(content_id("rev", "adapter"), b"secret", "tenant"),
         cache_seed(content_id("rev"), b"other", "tenant"),
         cache_seed(content_id("rev"), b"secret", "tenant2"),
         cache_seed(content_id("rev"), b"secret", ""),
@@ -56,9 +60,35 @@ def test_keys_depend_on_model_adapter_tenant_and_secret() -> None:
     assert len(keys) == 4 * len(seeds)
 
 
-def test_revision_and_adapter_do_not_run_together() -> None:
-    assert content_id("ab", "c") != content_id("a", "bc")
-    assert len(content_id("x")) == 32
+def spec_of(num_tokens: int, **values: Any) -> SequenceSpec:
+    return sequence_spec(tuple(range(num_tokens)), **values)
+
+
+def test_a_sequence_has_the_keys_of_its_scope_and_its_adapters_weights() -> None:
+    tokens, adapter = range(40), Adapter(name="a", path="/a", digest="00", rank=4)
+    plain = spec_of(40)
+    assert plain.block_keys(tokens) == block_keys(plain.cache_seed, tokens)
+    with_adapter = [replace(plain, adapter=each) for each in (adapter, replace(adapter, digest="01"))]
+    firsts = {spec.block_keys(tokens)[0] for spec in (plain, *with_adapter)}
+    assert len(firsts) == 3, "the same name with other weights hits nothing"
+    moved = replace(plain, adapter=replace(adapter, name="b", path="/b", rank=8))
+    assert moved.block_keys(tokens) == with_adapter[0].block_keys(tokens), "a name and a folder are not content"
+    elsewhere = replace(with_adapter[0], cache_seed=b"another tenant's")
+    assert elsewhere.block_keys(tokens)[0] not in firsts
+
+
+def test_the_keys_of_a_sequence_go_on_after_the_known_ones() -> None:
+    adapter = Adapter(name="a", path="/a", digest="00", rank=4)
+    for spec in (spec_of(10), replace(spec_of(10), adapter=adapter)):
+        keys = spec.block_keys(range(100))
+        assert len(keys) == 6
+        assert keys[:2] + spec.block_keys(range(100), keys[:2]) == keys
+        assert spec.block_keys(range(100), end=50) == keys[:3]
+        assert spec.block_keys(range(100), keys[1:2], block_size=32, end=64) == keys[3:4]
+
+
+def test_the_last_token_is_never_pulled() -> None:
+    assert [num_pullable(96, 96), num_pullable(97, 96), num_pullable(97, 40), num_pullable(0, 40)] == [95, 96, 40, 0]
 
 
 def test_keys_never_change() -> None:

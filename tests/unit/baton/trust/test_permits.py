@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.blocks import prefix_keys
+from baton.blocks import block_keys
 from baton.errors import TransferRefused
 from baton.kv_layout import KvLayout
 from baton.messages import Ticket
@@ -25,7 +25,7 @@ from baton.trust import (
 
 SECRET = draw_secret()
 NOW_S = 1_800_000_000.0
-KEYS = prefix_keys(b"seed", range(100), 100)
+KEYS = block_keys(b"seed", range(99))
 SOURCE = Party("prefill-1", "0011")
 PERMIT = Permit(
     puller=Party("decode-0", "aa"),
@@ -114,10 +114,3 @@ def test_what_a_router_of_another_release_signs_is_refused_in_words() -> None:
 def test_a_permit_is_for_one_puller_source_and_prefix_for_a_while(match: str, asked: dict[str, Any]) -> None:
     with pytest.raises(TransferRefused, match=match):
         check(**asked)
-
-
-def test_the_last_token_is_never_pulled() -> None:
-    assert len(prefix_keys(b"seed", range(96), 96)) == 5
-    assert len(prefix_keys(b"seed", range(97), 97)) == 6
-    assert prefix_keys(b"seed", range(97), 40) == KEYS[:2]
-    assert prefix_keys(b"seed", [], 40) == []

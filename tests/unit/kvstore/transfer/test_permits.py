@@ -17,7 +17,7 @@ import pytest
 from opentelemetry.context import Context
 
 from baton import wire
-from baton.blocks import block_keys, prefix_keys
+from baton.blocks import block_keys
 from baton.cluster import Role
 from baton.config import RouterConfig
 from baton.messages import PrefixSource, Pull, SequenceSpec, Ticket
@@ -161,7 +161,7 @@ async def test_without_a_good_permit_the_prompt_is_computed(
 
 
 def permit_for(address: str, keys: list[bytes] | None = None) -> Permit:
-    keys = prefix_keys(b"seed", PROMPT, 100) if keys is None else keys
+    keys = block_keys(b"seed", PROMPT[:100]) if keys is None else keys
     return Permit(
         puller=Party("puller", "puller.1"),
         address=address,
@@ -185,7 +185,7 @@ async def test_a_thief_gets_no_blocks_with_a_permit_that_it_has_stolen(secret: P
     ):
         others = [token + 1 for token in PROMPT]
         await source.generate(dataclasses.replace(make_spec(others), cache_seed=b"another tenant"))
-        named = prefix_keys(b"seed", PROMPT, 100)
+        named = block_keys(b"seed", PROMPT[:100])
         stolen = permit_for(puller.address).signed(router.keys)
         own = thief.receiver.expect("t", 96, 0, tables_of(thief.receiver, range(6)))
         posing = dataclasses.replace(own, decode_worker_id="puller", incarnation="puller.1")
@@ -233,7 +233,7 @@ async def test_a_ticket_that_names_no_host_and_port_leads_nowhere(secret: Path) 
             named = PrefixSource(worker_id="source", address=address, num_tokens=100)
             assert await fetched(puller, named) == 0
             ticket = dataclasses.replace(await ticket_of(puller), kv_address=address)
-            kind, text = await refusal(source, Pull(ticket, tuple(prefix_keys(b"seed", PROMPT, 100))))
+            kind, text = await refusal(source, Pull(ticket, tuple(block_keys(b"seed", PROMPT[:100]))))
             if address == "unix:7":  # a host of that name
                 assert kind == "WorkerFailed"
             else:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from opentelemetry.context import Context
 
-from baton.blocks import prefix_keys
+from baton.blocks import block_keys
 from baton.messages import PrefixSource
 from baton.trust import PERMIT_S, KeyFile, Party, Permit, Principal, draw_secret, keys_digest, write_private
 from engine.testing import ArithmeticRunner
@@ -30,7 +30,7 @@ def permitted(secret: Path, here: Worker, there: Worker) -> PrefixSource:
         puller=Party(here.id, here.incarnation),
         address=here.address,
         source=Party(there.id, there.incarnation),
-        keys=keys_digest(prefix_keys(b"seed", PROMPT, 96)),
+        keys=keys_digest(block_keys(b"seed", PROMPT[:96])),
         num_tokens=96,
         until_s=time.time() + PERMIT_S,
     )
