@@ -205,6 +205,7 @@ class Sequence:
             and not self.num_output_tokens
             and sibling.spec.request_id == self.spec.request_id
             and sibling.spec.key_seed == self.spec.key_seed
+            and sibling.spec.images == self.spec.images
             and sibling.num_computed_tokens >= num_shared
             and not sibling.copies
             and not (has_state and sibling.num_computed_tokens > num_shared)

@@ -817,3 +817,14 @@ def test_pools_and_workers_are_those_of_the_status() -> None:
     whole = wire.status_response(status(2))
     assert wire.pools_response(status(2)).pools == whole.pools
     assert list(wire.workers_response(status(2)).workers) == list(whole.workers)
+
+
+def test_adapter_and_images_of_a_sequence_arrive() -> None:
+    images = tuple(
+        m.PlacedImage(digest=bytes([n] * 16), offset=3 * n, num_tokens=2, grid=(1, n, 4)) for n in range(1, 3)
+    )
+    adapter = m.Adapter(name="cats", path="/adapters/cats", digest="ab", rank=8)
+    spec = dataclasses.replace(builders.sequence_spec(range(12), "r"), adapter=adapter, images=images)
+    message = worker_pb2.SequenceSpec()
+    wire.write_sequence(spec, message)
+    assert wire.sequence_from_pb(message) == spec
