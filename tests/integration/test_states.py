@@ -235,7 +235,7 @@ def test_a_step_changes_no_row_that_it_reads(folder_of: Callable[[str], Path]) -
     assert output.sampled_token_ids[0] == output.sampled_token_ids[1]
     for name, state in runner.cache.states.items():
         assert state[0].equal(before[name][0]), "read"
-        assert state[1].equal(state[5])
+        torch.testing.assert_close(state[1], state[5], rtol=1e-4, atol=1e-4)  # rows of one batch may round differently
         assert not state[1].equal(before[name][1])
         assert not state[2:5].any(), "not in the step"
 
