@@ -252,6 +252,9 @@ class WorkerLoad:
     """Speculative tokens that a draft model proposed and that were accepted."""
     malformed: int = 0
     """Received messages that were not valid protobuf."""
+    expert_tokens: tuple[int, ...] = ()
+    """Tokens that the worker's model has sent to each expert, over all layers, since the worker started. Empty: the
+    experts are not divided among ranks (`engine.expert_parallel`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ class GroupLayout:
     """Name of an opaque page order; empty otherwise."""
     window: int = 0
     """Number of tokens that a token attends to, itself included; 0: all tokens before it."""
+    is_replicated: bool = False
+    """True if every rank holds all heads; else the heads are divided among the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Shape of a worker's KV cache, as its peers receive it. Every rank holds its share of each group's heads."""
+    """Shape of a worker's KV cache, as its peers receive it. A rank holds its share of a group's heads, or all."""
 
     block_size: int
     """Length in tokens of the shortest prefix that whole blocks of every group hold; a multiple of 16."""

@@ -99,6 +99,7 @@ class ArithmeticRunner:
         self.num_blocks = self.cache.table_sizes
         self.name = "arithmetic"
         self.computes = Computes(dtype="int64", kv_dtype="int64")
+        self.expert_tokens: SequenceOf[int] = ()
         self.sampler = SAMPLER
         self._structures = Structures(tokenizer, vocab_size, eos_token_ids)
         self._sampler = Sampler(eos_token_ids, self._structures)

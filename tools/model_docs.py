@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING
 from baton.errors import ModelLoadError
 from engine.model.asking import ask
 from engine.model.attention_choice import MAX_DIM, MAX_SHARING
+from engine.model.shapes import Division, ModelShape
 from engine.native.spec import FAMILIES
 from tests.integration.test_engine_models import EXTRAS, SIZES
 from tests.support.families import OFTEN, OTHERS, RECURRENT, WHOLE_PROMPTS
@@ -31,7 +32,7 @@ def types() -> list[str]:
 
 def table() -> str:
     """The rows of all types."""
-    head = ["| Type | KiB per token | What layers keep | Tensor parallel | Native step | GPU kernels |"]
+    head = ["| Type | KiB per token | What layers keep | Ranks divide | Native step | GPU kernels |"]
     return "\n".join([*head, "|---|---|---|---|---|---|", *map(row, types()), ""])
 
 
@@ -56,8 +57,15 @@ def row(kind: str) -> str:
     dims = max(max(group.k_dim, group.v_dim) for group in spec.groups)
     by_kernels = bool(shape.layers) and not is_latent and dims <= MAX_DIM and max(shape.sharing(spec)) <= MAX_SHARING
     size = "" if of_test else f"{spec.block_bytes / BLOCK_SIZE / 1024:g}"
-    said = [size, ", ".join(kept), *map(_yes, (shape.splits_heads, kind in FAMILIES, by_kernels))]
+    said = [size, ", ".join(kept), _divided(shape), *map(_yes, (kind in FAMILIES, by_kernels))]
     return f"| `{kind}` | {' | '.join(said)} |"
+
+
+def _divided(shape: ModelShape) -> str:
+    """What several ranks divide."""
+    attention = {Division.HEADS: "heads", Division.QUERIES: "query heads", Division.NONE: "all but attention"}
+    found = [attention[shape.division]] * shape.has_rank_plan + ["experts"] * shape.has_expert_plan
+    return ", ".join(found) or "nothing"
 
 
 def _yes(holds: bool) -> str:

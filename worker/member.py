@@ -276,6 +276,7 @@ class Member:
             transfers=self.kv.counts(),
             connections=self.kv.connections(),
             malformed=self._malformed.total,
+            expert_tokens=load.expert_tokens,
         )
 
     def _on_engine_event(self, event: EngineEvent) -> None:

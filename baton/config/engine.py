@@ -141,7 +141,8 @@ class EveryEngineConfig:
     is smaller."""
     tensor_parallel: AtLeastOne = 1
     """Ranks per worker. The ranks are processes on one machine that share the model's weights and KV heads and compute
-    every step together; on GPUs each rank has its own. Must divide the number of KV heads."""
+    every step together; on GPUs each rank has its own. Must divide the number of KV heads, unless transformers computes
+    the attention of the model's type whole on each rank."""
 
     def __post_init__(self) -> None:
         if self.runner == "native" and self.tensor_parallel > 1:
@@ -207,6 +208,9 @@ class EngineConfig(EveryEngineConfig):
     draft_kv_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER, Must.be("more than 0 GiB")] = 0.25
     """Size of the draft model's own KV pool, in GiB. A sequence that does not fit into it gets no drafts from the
     model."""
+    expert_parallel: bool = False
+    """Whether each rank of a worker has whole experts of a mixture-of-experts model, not a slice of every expert. Needs
+    `tensor_parallel` above 1, which must divide the number of experts."""
     step_timeout_s: Wait = 60.0
     """Timeout of a step, in seconds, or 20 times its expected duration if that is longer. A step that exceeds it means
     that the device or one of several ranks hangs: the worker's process exits, and its requests migrate to other
@@ -214,6 +218,11 @@ class EngineConfig(EveryEngineConfig):
 
     def __post_init__(self) -> None:
         EveryEngineConfig.__post_init__(self)
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ConfigError(
+                "engine.expert_parallel divides experts among ranks, and engine.tensor_parallel is 1; set it to the "
+                "number of ranks"
+            )
         if self.batch_invariant and self.tensor_parallel > 1:
             raise ConfigError(
                 f"engine.batch_invariant cannot be kept with engine.tensor_parallel {self.tensor_parallel}: the order "

@@ -228,6 +228,17 @@ OBSERVED: tuple[ObservedMetric, ...] = (
         is_counter=True,
     ),
     ObservedMetric(
+        name="baton.expert_tokens",
+        description="Tokens that a worker's model has sent to each expert, over all layers, if its ranks have whole "
+        "experts (engine.expert_parallel).",
+        observe=lambda s: [
+            Observation(number, {**_labels(w), "expert": str(expert)})
+            for w in s.workers
+            for expert, number in enumerate(w.load.expert_tokens)
+        ],
+        is_counter=True,
+    ),
+    ObservedMetric(
         name="baton.store_garbage",
         description="Values in Redis that this router could not read and skipped, counted every time, by kind: "
         "lease, router, event, epoch, boot, ...",

@@ -610,6 +610,7 @@ class GroupLayout(_message.Message):
     PAGE_ORDER_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    IS_REPLICATED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     num_kv_heads: _builtins.int
     k_dim: _builtins.int
@@ -624,6 +625,8 @@ class GroupLayout(_message.Message):
     """Name of an opaque order. Such blocks are transferred whole, and only between workers with the same tag."""
     window: _builtins.int
     """Number of tokens that a token attends to, itself included; 0: all tokens before it."""
+    is_replicated: _builtins.bool
+    """True if every rank holds all heads."""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -639,10 +642,11 @@ class GroupLayout(_message.Message):
         page_order: _builtins.str = ...,
         tag: _builtins.str = ...,
         window: _builtins.int = ...,
+        is_replicated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "k_dim", b"k_dim", "layers", b"layers", "name", b"name", "num_kv_heads", b"num_kv_heads", "page_order", b"page_order", "tag", b"tag", "v_dim", b"v_dim", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "is_replicated", b"is_replicated", "k_dim", b"k_dim", "layers", b"layers", "name", b"name", "num_kv_heads", b"num_kv_heads", "page_order", b"page_order", "tag", b"tag", "v_dim", b"v_dim", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -676,7 +680,9 @@ Global___StateLayout: _TypeAlias = StateLayout  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):
-    """The shape of a worker's KV cache. Each of its tp_size ranks holds its share of every group's heads."""
+    """The shape of a worker's KV cache. Each of its tp_size ranks holds its share of a group's heads,
+    or all of them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

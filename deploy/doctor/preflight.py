@@ -17,6 +17,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -95,11 +96,20 @@ def require_heads(config: Config) -> None:
         return
     said = read_json(Path(config.model.path) / "config.json")
     for name, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "KV heads")):
-        if isinstance(number := said.get(name), int) and number % ranks:
+        if isinstance(number := said.get(name), int) and number % ranks and _has_divided_heads(said.get("model_type")):
             raise ConfigError(
                 f"engine.tensor_parallel is {ranks}, which does not divide the {number} {what} of "
                 f"{config.model.served_name}"
             )
+
+
+def _has_divided_heads(kind: Any) -> bool:
+    """Return whether transformers divides the heads of models of this type among ranks; True: it does not know it."""
+    from transformers import CONFIG_MAPPING  # seconds, which only an uneven number costs
+
+    from engine.model.asking import divides_heads
+
+    return kind not in CONFIG_MAPPING or divides_heads(CONFIG_MAPPING[kind].base_model_tp_plan)
 
 
 def require_runner(config: Config) -> None:

@@ -60,6 +60,11 @@ class DraftedRunner:
         self._keys = itertools.count()
 
     @property
+    def expert_tokens(self) -> Sequence[int]:
+        """See `Runner.expert_tokens`."""
+        return self.target.expert_tokens
+
+    @property
     def caches(self) -> Sequence[Any]:
         """See `Runner.caches`."""
         return self.target.caches

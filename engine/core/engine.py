@@ -424,6 +424,7 @@ class Engine:
             accepted_tokens=self._num_accepted_tokens,
             model_drafted_tokens=0 if self._draft_model is None else self._draft_model.num_drafted,
             model_accepted_tokens=0 if self._draft_model is None else self._draft_model.num_accepted,
+            expert_tokens=tuple(self.runner.expert_tokens),
         )
 
     def take_block_events(self) -> list[BlockChange]:

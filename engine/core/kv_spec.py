@@ -78,6 +78,8 @@ class LayerGroup:
     """Elements from one layer to the next and from one block to the next; 0: contiguous."""
     window: int = 0
     """Number of tokens that a token attends to, itself included; 0: all tokens before it."""
+    is_replicated: bool = False
+    """True if each of several ranks holds all KV heads of the model."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size % HASH_BLOCK:

@@ -132,6 +132,8 @@ class EngineLoad:
     """Checked drafts that a draft model proposed."""
     model_accepted_tokens: int = 0
     """Accepted drafts that a draft model proposed."""
+    expert_tokens: tuple[int, ...] = ()
+    """Tokens that the model has sent to each expert; empty: not counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,6 +301,11 @@ class Runner(Protocol):
     """Seconds per token in the runner's first trial step; 0: that says nothing about later steps."""
 
     @property
+    def expert_tokens(self) -> Sequence[int]:
+        """Tokens that the model has sent to each expert, over all layers; empty: not counted."""
+        ...
+
+    @property
     def caches(self) -> Sequence[Any]:
         """Every rank's cache, each with its share of the heads, in a type of the runner that the KV transfer supports.
 

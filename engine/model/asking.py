@@ -17,7 +17,7 @@ wrong tokens; `self_check` is the last one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,14 +45,14 @@ from baton.model_files import CAUSAL
 from engine.model.attention import unknown_terms
 from engine.model.latent import EXPAND
 from engine.model.recurrent import cache_argument
-from engine.model.shapes import FIXED_LENGTH, AttentionLayer, KeptStates, ModelShape, ropes_of
+from engine.model.shapes import FIXED_LENGTH, AttentionLayer, Division, KeptStates, ModelShape, ropes_of
 
 NUM_TOKENS = 3
 ASKED_IN = torch.bfloat16
 """Data type in which the model computes. A state that has another type here has it whatever the model computes in."""
 NOTES = "baton_asking"
 """Name of the attention function that takes notes."""
-KEYS, BY_HEAD = "layers.*.self_attn.k_proj", "colwise"
+KEYS, EXPANDING, BY_HEAD = "layers.*.self_attn.k_proj", ".kv_b_proj", "colwise"
 """Name in a tensor-parallel plan that determines the split of the key projection, and the split by head."""
 ROPE_KINDS = frozenset({"default", *ROPE_INIT_FUNCTIONS})
 """Rotary embeddings that transformers computes from a configuration; `longest_sequence` limits their length."""
@@ -135,7 +135,9 @@ def ask(config: Any) -> AskedModel:
     shape = ModelShape(
         config=text,
         layers=layers,
-        splits_heads=(text.base_model_tp_plan or {}).get(KEYS) == BY_HEAD and not is_latent,
+        division=_division(text.base_model_tp_plan or {}, is_latent=is_latent),
+        has_rank_plan=bool(text.base_model_tp_plan),
+        has_expert_plan=bool(getattr(text, "base_model_ep_plan", None)),
         honours=frozenset(name for call in notes.calls.values() for name in call.honours),
         states=tuple(_states(cache)),
     )
@@ -143,6 +145,19 @@ def ask(config: Any) -> AskedModel:
         raise ModelLoadError("no layer of the model keeps anything in transformers' cache, which is not supported")
     num_parameters = sum(weight.numel() for weight in model.parameters())
     return AskedModel(type(model), shape, num_parameters, tuple(_unused(model, called)))
+
+
+def divides_heads(plan: Mapping[str, str] | None) -> bool:
+    """Return whether a tensor-parallel plan of transformers divides the heads of attention that keeps no latents."""
+    return (plan or {}).get(KEYS) == BY_HEAD
+
+
+def _division(plan: Mapping[str, str], *, is_latent: bool) -> Division:
+    """Return what a tensor-parallel plan of transformers divides of the attention."""
+    if not is_latent:
+        return Division.HEADS if divides_heads(plan) else Division.NONE
+    of_latents = (style for name, style in plan.items() if name.endswith(EXPANDING))
+    return Division.QUERIES if next(of_latents, None) == BY_HEAD else Division.NONE
 
 
 def _auto_class(config: Any) -> Any:

@@ -75,6 +75,11 @@ class LogitsRunner(ABC):
     _set_aside = 0
     """Bytes of each GPU that are reserved for transfers and not used by the pool."""
 
+    @property
+    def expert_tokens(self) -> Sequence[int]:
+        """See `Runner.expert_tokens`."""
+        return ()
+
     def __init__(
         self,
         model: ModelConfig,

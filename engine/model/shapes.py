@@ -8,14 +8,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from baton.errors import ModelLoadError
 from engine.core.kv_spec import FP8, INT8, INT8_SCALE_BYTES, KVSpec, LayerGroup, StateSpec
 
 logger = logging.getLogger(__name__)
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in transformers' configurations."""
 FIXED_LENGTH = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies depend on the highest position of a forward pass; see `longest_sequence`."""
+
+
+class Division(Enum):
+    """What several ranks divide of a model's attention. Each rank computes the whole of the rest."""
+
+    HEADS = "heads"
+    """Query heads and KV heads, so that each rank keeps the KV of its heads."""
+    QUERIES = "queries"
+    """Query heads, over latents that every rank keeps (MLA)."""
+    NONE = "none"
+    """Nothing: every rank keeps the KV of all heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +78,12 @@ class ModelShape:
 
     config: Any
     layers: Mapping[int, AttentionLayer]
-    splits_heads: bool = False
-    """True if the model's tensor-parallel plan divides the heads of its attention among ranks."""
+    division: Division = Division.NONE
+    """What several ranks divide of its attention."""
+    has_rank_plan: bool = False
+    """True if transformers knows how to divide its weights among ranks."""
+    has_expert_plan: bool = False
+    """True if transformers knows how to divide its experts among ranks, whole experts on each."""
     honours: frozenset[str] = frozenset()
     """Further arguments of attention that change its result: `softcap`, `s_aux`."""
     states: tuple[KeptStates, ...] = ()
@@ -75,6 +93,11 @@ class ModelShape:
     def is_latent(self) -> bool:
         """True if some layers keep compressed K and V."""
         return any(layer.is_latent for layer in self.layers.values())
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer; 0: the configuration names none."""
+        return next((count for name in EXPERT_COUNTS if (count := getattr(self.config, name, 0))), 0)
 
     def cache_spec(self, block_size: int, dtype: str, num_ranks: int, computed: str = "float32") -> KVSpec:
         """Return the KV layout of one rank: a group of layers for each shape of heads and window, and all states.
@@ -86,44 +109,74 @@ class ModelShape:
         Raises:
             ModelLoadError: the heads cannot be divided evenly among the ranks, or pages of this type are not supported.
         """
-        if num_ranks > 1 and not self.splits_heads:
-            raise ModelLoadError(
-                f"transformers does not split the heads of a model of type {self.config.model_type!r}; "
-                "set engine.tensor_parallel to 1"
-            )
         if dtype == FP8 and self.is_latent:
             raise ModelLoadError(
                 f"engine.kv_dtype fp8 is not supported for models of type {self.config.model_type!r}: pages of 8-bit "
                 "floats have no scale, and this model keeps compressed K and V; set it to auto"
             )
         groups: dict[AttentionLayer, list[int]] = {}
+        is_divided = self.division is Division.HEADS
         for index, layer in self.layers.items():
-            if layer.num_kv_heads % num_ranks or layer.num_heads % num_ranks:
-                raise ModelLoadError(
-                    f"engine.tensor_parallel is {num_ranks}, which does not divide the model's {layer.num_heads} heads "
-                    f"and {layer.num_kv_heads} KV heads"
-                )
+            self._require_even(layer, num_ranks)
             if layer.source is None:
                 groups.setdefault(layer, []).append(index)
         scale = INT8_SCALE_BYTES if dtype == INT8 else 0
         reads = tuple((index, layer.source) for index, layer in self.layers.items() if layer.source is not None)
         if not groups:  # blocks of no bytes, which name prefixes
-            groups = {AttentionLayer(num_heads=num_ranks, num_kv_heads=num_ranks, k_dim=1, v_dim=1): []}
+            groups = {AttentionLayer(num_heads=1, num_kv_heads=1, k_dim=1, v_dim=1): []}
         found = [
             LayerGroup(
                 name="all" if len(groups) == 1 else _name_of(layer),
                 layers=tuple(indices),
                 block_size=block_size,
-                num_kv_heads=layer.num_kv_heads // num_ranks,
+                num_kv_heads=layer.num_kv_heads // (num_ranks if is_divided else 1),
                 k_dim=layer.k_dim + scale,
                 v_dim=layer.v_dim + scale,
                 dtype=dtype,
                 window=layer.window,
+                is_replicated=num_ranks > 1 and not is_divided,
             )
             for layer, indices in groups.items()
         ]
         states = [StateSpec(each.name, (len(each.places), *each.shape), each.dtype or computed) for each in self.states]
         return KVSpec(tuple(found), tuple(states), reads)
+
+    def require_divisible(self, num_ranks: int, *, by_experts: bool) -> None:
+        """Require that transformers can divide the model among several ranks.
+
+        Args:
+            by_experts: whether each rank is to have whole experts.
+
+        Raises:
+            ModelLoadError: it cannot; the message says what to set.
+        """
+        if num_ranks == 1:
+            return
+        kind = self.config.model_type
+        if by_experts and not self.has_expert_plan:
+            raise ModelLoadError(
+                f"transformers cannot divide the experts of a model of type {kind!r} among ranks; unset "
+                "engine.expert_parallel"
+            )
+        if not by_experts and not self.has_rank_plan:
+            other = ", or engine.expert_parallel to true" if self.has_expert_plan else ""
+            raise ModelLoadError(
+                f"transformers has no plan to divide a model of type {kind!r} among ranks; set engine.tensor_parallel "
+                f"to 1{other}"
+            )
+        if by_experts and self.num_experts % num_ranks:
+            raise ModelLoadError(
+                f"engine.tensor_parallel is {num_ranks}, which does not divide the model's {self.num_experts} experts; "
+                "set it to a divisor, or unset engine.expert_parallel"
+            )
+
+    def _require_even(self, layer: AttentionLayer, num_ranks: int) -> None:
+        heads = {Division.HEADS: (layer.num_heads, layer.num_kv_heads), Division.QUERIES: (layer.num_heads,)}
+        if any(number % num_ranks for number in heads.get(self.division, ())):
+            raise ModelLoadError(
+                f"engine.tensor_parallel is {num_ranks}, which does not divide the model's {layer.num_heads} heads "
+                f"and {layer.num_kv_heads} KV heads"
+            )
 
     def without_windows(self) -> ModelShape:
         """Return the shape whose layers keep the KV of all tokens, however far their attention looks back."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -29,6 +30,7 @@ from engine.model.attention import ATTENTION_NAME, begun_blocks, entered_blocks,
 from engine.model.attention_choice import AttentionWish, TorchAttention, attention_of, decode_graphs
 from engine.model.attention_step import Attention, AttentionStep
 from engine.model.batch_invariance import make_invariant
+from engine.model.expert_load import ExpertLoad
 from engine.model.fp8_linear import quantize
 from engine.model.fused_model import Fused, fuse
 from engine.model.kv_cache import KVCache, torch_dtype
@@ -45,7 +47,7 @@ from engine.model.recurrent import (
     passes_of,
     places_of,
 )
-from engine.model.shapes import arithmetic_dtype, longest_sequence
+from engine.model.shapes import Division, arithmetic_dtype, longest_sequence
 from engine.model.table_rows import TableRoom
 from engine.uploads import StepNumbers
 
@@ -100,7 +102,10 @@ class ModelRank:
         transformers_logging.disable_progress_bar()
         placed: dict[str, Any] = {}
         if engine.tensor_parallel > 1:
-            placed["distributed_config"] = DistributedConfig(tp_size=engine.tensor_parallel, tp_plan="auto")
+            experts = engine.tensor_parallel if engine.expert_parallel else None
+            placed["distributed_config"] = DistributedConfig(
+                tp_size=engine.tensor_parallel, tp_plan="auto", ep_size=experts
+            )
         elif cache.device.type != "cpu":
             placed["device_map"] = {"": cache.device}  # tensor by tensor, so the host never holds the whole model
         config = load_config(model.path)
@@ -129,6 +134,9 @@ class ModelRank:
         self.model.to(cache.device).eval()
         self._engine = engine
         self._numbers = StepNumbers(cache.device)
+        self.meets_in_layers = engine.tensor_parallel == 1 or asked.shape.division is not Division.NONE
+        """True if the ranks sum the results of each layer's attention. Else they only meet at the end of a step."""
+        self._meeting = torch.zeros(1, device=cache.device)
         self._last_keys = frozenset[int]()
         """Keys of the sequences in the previous step."""
         self._shape = asked.shape
@@ -137,6 +145,10 @@ class ModelRank:
         self._takes_rows = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         attentions = {m.layer_idx: m for m in self.model.modules() if hasattr(m, EXPAND)}
         self._latent = {i: attentions[i] for i, layer in asked.shape.layers.items() if layer.is_latent}
+        self.expert_load: ExpertLoad | None = None
+        """None: no rank has experts of its own, or another rank counts."""
+        if engine.expert_parallel and dist.get_rank() == 0:
+            self.expert_load = ExpertLoad(self.model, self.model.ep_plan, asked.shape.num_experts)
         self._absorb()
         self.needs_whole_prompts = self._require_own_logits()
         self._fused = fuse(self.model, engine.tensor_parallel, has_states=bool(asked.shape.states))
@@ -182,7 +194,12 @@ class ModelRank:
             logits = self._graphs.compute(step, on_layer_done, filling, self._numbers)
             if logits is not None:
                 return logits
-        return self._forward(step, on_layer_done, filling)
+        logits = self._forward(step, on_layer_done, filling)
+        if not self.meets_in_layers:
+            dist.all_reduce(self._meeting)  # by then every rank has written the step's KV
+        if self.expert_load is not None:
+            self.expert_load.publish()
+        return logits
 
     def _forward(self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None = None) -> torch.Tensor:
         """Compute a step, whose copies have been performed, without a graph."""

@@ -83,6 +83,7 @@ class TransformersRunner(LogitsRunner):
             refuse_unkept(devices[0], model.weights)
         measures = len(devices) == 1 and devices[0].type in device_memory.MEASURED_DEVICES
         asked = ask_folder(Path(model.path), config)
+        asked.shape.require_divisible(engine.tensor_parallel, by_experts=engine.expert_parallel)
         if asked.shape.states:
             _refuse_for_states(model, engine)
         shape = asked.shape.without_windows() if text.model_type in keeps_all else asked.shape
@@ -103,6 +104,11 @@ class TransformersRunner(LogitsRunner):
         except (ConfigError, ModelLoadError):
             self.close()
             raise
+
+    @property
+    def expert_tokens(self) -> Sequence[int]:
+        """See `Runner.expert_tokens`."""
+        return () if self.rank.expert_load is None else self.rank.expert_load.num_tokens
 
     def _compute_prompts_whole(self) -> None:
         """Limit sequences to the length that fits into one step together with a token of every other sequence."""
@@ -200,7 +206,8 @@ class TransformersRunner(LogitsRunner):
             return self.rank.compute(step, on_layer_done)
         stripped = [part._replace(sampling=NO_SAMPLING, history=()) for part in step.parts]
         with self._others.computing(RankStep(stripped, step.sampling, step.copies, step.num_scored)):
-            logits = self.rank.compute(step, _one_behind(on_layer_done))
+            reports = _one_behind(on_layer_done) if self.rank.meets_in_layers else ignore_layer
+            logits = self.rank.compute(step, reports)
             self._wait_for_stream()
         if last := self.spec.num_layers:
             on_layer_done(last - 1, None)

@@ -89,6 +89,7 @@ class CostlyRunner:
     runs_ahead = False
     token_s = 0.0
     computes = Computes()
+    expert_tokens = ()
 
     def __init__(self, shape: WorkerShape) -> None:
         self.spec = shape.spec

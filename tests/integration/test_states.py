@@ -476,8 +476,8 @@ def test_two_ranks_keep_the_whole_states_and_answer_as_generate(folder_of: Calla
         two.close()
 
 
-def test_a_plan_that_does_not_split_heads_is_refused_for_several_ranks(folder_of: Callable[[str], Path]) -> None:
-    with pytest.raises(ModelLoadError, match="does not split the heads of a model of type 'falcon_h1'"):
+def test_a_type_without_a_plan_is_refused_for_several_ranks(folder_of: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelLoadError, match="no plan to divide a model of type 'falcon_h1' among ranks"):
         runner_of(folder_of("falcon_h1"), replace(ENGINE, tensor_parallel=2))
 
 

@@ -32,6 +32,7 @@ from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import request
 from tests.integration.test_engine_models import (
     ENGINE,
+    EXPERTS,
     EXTRAS,
     VOCAB_SIZE,
     Reference,
@@ -46,6 +47,7 @@ from tests.integration.test_engine_models import (
     same_up_to_near_ties,
     save_tiny,
 )
+from tests.support.families import LATENT, OFTEN, RECURRENT
 from tests.support.processes import command_line
 from worker.process import serve
 
@@ -69,24 +71,67 @@ def over_ranks(folder: Path, config: EngineConfig = TWO_RANKS) -> Iterator[Engin
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.full)])
 def test_a_tiny_model_answers_as_generate(kind: str, tmp_path: Path) -> None:
-    compare(kind, tmp_path)
+    compare(kind, EXTRAS.get(kind, {}), tmp_path)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_tiny_model_of_every_other_type_answers_as_generate(kind: str, tmp_path: Path) -> None:
-    compare(kind, tmp_path)
+    compare(kind, EXTRAS.get(kind, {}), tmp_path)
 
 
-def compare(kind: str, tmp_path: Path) -> None:
-    """Two ranks' answers to several prompts, to the same once more with what came, and of a fork, with `generate`'s."""
-    save_tiny(kind, EXTRAS.get(kind, {}), tmp_path)
+WHOLE = {kind: EXTRAS.get(kind, {}) for kind in NOT_BY_HEAD if kind != "stablelm"} | {
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": LATENT,
+    "granitemoehybrid": RECURRENT["granitemoehybrid"],
+    "nemotron_h": RECURRENT["nemotron_h"],
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "deepseek_v2" else pytest.mark.full) for kind in WHOLE]
+)
+def test_ranks_that_keep_all_heads_answer_as_generate(kind: str, tmp_path: Path) -> None:
+    """Every rank has the whole KV: latents, or because transformers computes the attention whole."""
+    compare(kind, WHOLE[kind], tmp_path, num_heads=1 if kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite") else 2)
+
+
+OF_EXPERTS = {
+    "gpt_oss": (OFTEN["gpt_oss"], 2, 2),
+    "mixtral": (EXTRAS["mixtral"], 2, 1),
+    "qwen3_moe": (EXTRAS["qwen3_moe"], 2, 1),
+    "deepseek_v3": (LATENT, 4, 1),
+    "granitemoehybrid": (RECURRENT["granitemoehybrid"], 4, 2),
+    "qwen3_next": (RECURRENT["qwen3_next"], 2, 1),
+}
+"""Sizes, number of ranks, and KV heads on each."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "gpt_oss" else pytest.mark.full) for kind in OF_EXPERTS]
+)
+def test_ranks_with_whole_experts_answer_as_generate(kind: str, tmp_path: Path) -> None:
+    extra, num_ranks, num_heads = OF_EXPERTS[kind]
+    compare(kind, extra, tmp_path, num_heads, replace(ENGINE, tensor_parallel=num_ranks, expert_parallel=True))
+
+
+def compare(
+    kind: str, extra: dict[str, Any], tmp_path: Path, num_heads: int = 1, config: EngineConfig = TWO_RANKS
+) -> None:
+    """Several ranks' answers to prompts, to the same once more with what came, and of a fork, with `generate`'s.
+
+    Args:
+        num_heads: KV heads on each rank.
+    """
+    save_tiny(kind, {"tie_word_embeddings": False} | extra, tmp_path)
     reference = load_reference(tmp_path)
     draw = random.Random(7)
     prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 17, 16, 130, 61)]
     references = [refer(reference, prompt, 12) for prompt in prompts]
-    with over_ranks(tmp_path) as engine:
-        assert [cache.spec.groups[0].num_kv_heads for cache in engine.runner.caches] == [1, 1]
+    with over_ranks(tmp_path, config) as engine:
+        heads = [cache.spec.groups[0].num_kv_heads for cache in engine.runner.caches]
+        assert heads == [num_heads] * config.tensor_parallel
         for group in (group for cache in engine.runner.caches for group in cache.groups):
             group.fill_(float("nan"))
         specs = [make_spec(f"first-{i}", prompt, 12, ignore_eos=True) for i, prompt in enumerate(prompts)]
@@ -98,8 +143,15 @@ def compare(kind: str, tmp_path: Path) -> None:
         ]
         again, sequences = answers(engine, specs, steps_between=0)
         fork_and_compare(engine, reference)
+        if config.expert_parallel:
+            counts = engine.load().expert_tokens
+            assert len(counts) == EXPERTS["num_local_experts"]
+            assert all(counts), "each expert has had tokens"
+        else:
+            assert not engine.load().expert_tokens
     num_same = sum(map(same_up_to_near_ties, got, references))
-    assert sequences[3].num_cached_tokens >= 128
+    if kind not in RECURRENT:  # the rows of a small pool may have been taken for new sequences
+        assert sequences[3].num_cached_tokens >= 128
     assert [answer == reference.tokens[10:] for answer, reference in zip(again, references, strict=True)].count(
         True
     ) >= 4
@@ -140,10 +192,32 @@ def test_no_layer_is_told_before_all_ranks_have_it(tmp_path: Path) -> None:
         assert num_steps == 3
 
 
+def test_no_layer_is_told_before_ranks_that_sum_nothing_have_it(tmp_path: Path) -> None:
+    """Without experts, transformers' plan for this type leaves nothing to sum in any layer."""
+    save_tiny("granitemoehybrid", RECURRENT["granitemoehybrid"] | {"num_local_experts": 0}, tmp_path)
+    with over_ranks(tmp_path) as engine:
+        (other,) = (psutil.Process(child.pid) for child in multiprocessing.active_children())
+        engine.add(make_spec("one", list(range(40)), 3, ignore_eos=True), Purpose.GENERATE, 0.0)
+        batch, told = engine.schedule(0.0)[0], list[int]()
+        other.suspend()
+        with ThreadPoolExecutor(1) as thread:
+            step = thread.submit(engine.runner.execute, batch, lambda layer, fence: told.append(layer))
+            try:
+                time.sleep(0.5)
+                assert not told
+                assert not step.done(), "the other rank has done nothing yet"
+            finally:
+                other.resume()
+            step.result()
+        assert told == [engine.runner.spec.num_layers - 1]
+        rows = [rows_of(cache, batch, told[0]) for cache in engine.runner.caches]
+        assert rows[0].equal(rows[1])
+
+
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "sentence"),
     [
-        ("phi3", 2, "does not split the heads of a model of type 'phi3'; set engine.tensor_parallel to 1"),
+        ("gpt2", 2, "no plan to divide a model of type 'gpt2' among ranks; set engine.tensor_parallel to 1"),
         ("llama", 4, "engine.tensor_parallel is 4, which does not divide the model's 4 heads and 2 KV heads"),
     ],
 )
@@ -152,6 +226,33 @@ def test_ranks_that_do_not_suit_the_model_are_refused(kind: str, num_ranks: int,
     with pytest.raises(ModelLoadError, match=sentence):
         make_engine(tmp_path, replace(ENGINE, tensor_parallel=num_ranks))
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "num_ranks", "sentence"),
+    [
+        ("llama", {}, 2, "cannot divide the experts of a model of type 'llama' among ranks; unset"),
+        (
+            "gpt_oss",
+            OFTEN["gpt_oss"] | {"num_experts": 3, "num_local_experts": 3},
+            2,
+            "does not divide the model's 3 experts; set it to",
+        ),
+    ],
+)
+def test_experts_that_ranks_cannot_divide_are_refused(
+    kind: str, extra: dict[str, Any], num_ranks: int, sentence: str, tmp_path: Path
+) -> None:
+    save_tiny(kind, extra, tmp_path)
+    with pytest.raises(ModelLoadError, match=sentence):
+        make_engine(tmp_path, replace(ENGINE, tensor_parallel=num_ranks, expert_parallel=True))
+    assert not multiprocessing.active_children()
+
+
+def test_a_type_whose_experts_alone_can_be_divided_says_so(tmp_path: Path) -> None:
+    save_tiny("gpt_oss", OFTEN["gpt_oss"], tmp_path)
+    with pytest.raises(ModelLoadError, match=r"'gpt_oss' among ranks; set .* to 1, or engine.expert_parallel to true"):
+        make_engine(tmp_path, TWO_RANKS)
 
 
 def test_caches_that_shared_memory_cannot_hold_are_refused(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ class BlockCopier:
         """Run indices by part and units, on a CPU: the chunks of a span share one."""
         self._runs: list[Runs] = []
         for ours, model, wire in zip(cache.spec.groups, layout.groups, plan.groups, strict=True):
-            first = heads_of(model.num_kv_heads, layout.tp_size, rank).start
+            first = heads_of(model, layout.tp_size, rank).start
             self._runs.append(runs_of(ours, wire.unit_tokens, wire.head_lo - first, wire.head_hi - first))
         self._bytes = {
             part: group.view(len(group), -1, runs.numel).view(torch.uint8).numpy()

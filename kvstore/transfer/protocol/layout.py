@@ -1,13 +1,15 @@
 """Mapping of heads to ranks, and compatibility of two KV layouts: pure.
 
-The heads of a group are divided evenly over the ranks. With more ranks than heads, several ranks hold each head:
+The heads of a group are divided evenly over the ranks. With more ranks than heads, several ranks hold each head; in a
+replicated group every rank holds all heads:
 
     6 heads   tp 2   rank 0: 0 1 2   rank 1: 3 4 5
               tp 3   rank 0: 0 1     rank 1: 2 3     rank 2: 4 5
-    2 heads   tp 4   ranks 0, 1: 0   ranks 2, 3: 1              (replicated)
+    2 heads   tp 4   ranks 0, 1: 0   ranks 2, 3: 1
+    3 heads   tp 2   ranks 0, 1: 0 1 2                          (replicated)
 
-A source rank sends a destination rank the heads that both hold. If the source is replicated, one of a head's ranks
-sends it, and destinations alternate between these ranks (the rule of vLLM's `tp_mapping`; MLA, one head for all ranks,
+A source rank sends a destination rank the heads that both hold. If several source ranks hold a head, one of them sends
+it, and destinations alternate between these ranks (the rule of vLLM's `tp_mapping`; MLA, one head for all ranks,
 is the same case).
 
 Every rank has the whole states. A destination rank receives them from the first rank that sends it heads. If none does,
@@ -52,7 +54,7 @@ def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) 
     for group in spec.groups:
         if any(group.strides):
             raise ConfigError(f"KV transfer needs blocks without gaps; the blocks of group {group.name!r} have gaps")
-    totals = num_kv_heads or tuple(group.num_kv_heads * tp_size for group in spec.groups)
+    totals = num_kv_heads or tuple(g.num_kv_heads * (1 if g.is_replicated else tp_size) for g in spec.groups)
     is_mixed = len({group.block_size for group in spec.groups}) > 1
     return KvLayout(
         spec.block_size,
@@ -69,6 +71,7 @@ def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) 
                 page_order="" if g.page_order is PageOrder.K_THEN_V else g.page_order.value,
                 tag=g.tag,
                 window=g.window,
+                is_replicated=g.is_replicated,
             )
             for g, total in zip(spec.groups, totals, strict=True)
         ),
@@ -119,13 +122,14 @@ def rank_spec(layout: KvLayout, rank: int) -> KVSpec:
                 name=g.name,
                 layers=g.layers,
                 block_size=block_size_of(layout, index),
-                num_kv_heads=len(heads_of(g.num_kv_heads, layout.tp_size, rank)),
+                num_kv_heads=len(heads_of(g, layout.tp_size, rank)),
                 k_dim=g.k_dim,
                 v_dim=g.v_dim,
                 dtype=g.dtype,
                 page_order=PageOrder(g.page_order or PageOrder.K_THEN_V),
                 tag=g.tag,
                 window=g.window,
+                is_replicated=g.is_replicated,
             )
             for index, g in enumerate(layout.groups)
         ),
@@ -133,8 +137,14 @@ def rank_spec(layout: KvLayout, rank: int) -> KVSpec:
     )
 
 
-def heads_of(num_heads: int, tp_size: int, rank: int) -> range:
-    """Return the model's heads that a rank holds; one of `num_heads` and `tp_size` divides the other."""
+def heads_of(group: GroupLayout, tp_size: int, rank: int) -> range:
+    """Return the model's heads that a rank holds.
+
+    If they are divided, one of their number and `tp_size` divides the other.
+    """
+    num_heads = group.num_kv_heads
+    if group.is_replicated:
+        return range(num_heads)
     first = rank * num_heads // tp_size
     return range(first, first + max(1, num_heads // tp_size))
 
@@ -143,9 +153,9 @@ def shared_heads(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int, gro
     """Return the heads of a group that `src_rank` sends to `dst_rank`; empty if another rank or no rank sends them."""
     if not src.groups[group].layers:
         return range(0)
-    num_heads = src.groups[group].num_kv_heads
-    ours, theirs = heads_of(num_heads, src.tp_size, src_rank), heads_of(num_heads, dst.tp_size, dst_rank)
-    replicas = max(1, src.tp_size // num_heads)
+    of_src = src.groups[group]
+    ours, theirs = heads_of(of_src, src.tp_size, src_rank), heads_of(dst.groups[group], dst.tp_size, dst_rank)
+    replicas = src.tp_size if of_src.is_replicated else max(1, src.tp_size // of_src.num_kv_heads)
     if src_rank % replicas != dst_rank % replicas:
         return range(0)
     first = max(ours.start, theirs.start)
@@ -234,8 +244,9 @@ def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
                 f"in group {ours.name!r}, which has a window, the destination's blocks of {sizes[1]} tokens are larger "
                 f"than those of {sizes[0]} of the source, which may have dropped the start of the first one"
             )
-        for tp_size in (src.tp_size, dst.tp_size):
-            if max(ours.num_kv_heads, tp_size) % min(ours.num_kv_heads, tp_size):
+        for group, tp_size in ((ours, src.tp_size), (theirs, dst.tp_size)):
+            is_uneven = max(group.num_kv_heads, tp_size) % min(group.num_kv_heads, tp_size)
+            if is_uneven and not group.is_replicated:
                 return f"the {ours.num_kv_heads} KV heads of group {ours.name!r} cannot be spread over {tp_size} ranks"
     if src.states != dst.states:
         return f"the states are {_describe(src)} at the source and {_describe(dst)} at the destination"
@@ -272,7 +283,7 @@ def _page_order(group: GroupLayout) -> str:
 def _opaque_block(layout: KvLayout, index: int) -> str:
     """Return all properties that two sides must share to copy blocks whole."""
     group = layout.groups[index]
-    num_heads = len(heads_of(group.num_kv_heads, layout.tp_size, 0))
+    num_heads = len(heads_of(group, layout.tp_size, 0))
     numel = num_heads * (group.k_dim + group.v_dim) * block_size_of(layout, index)
     return f"blocks of {numel} x {group.dtype} for {block_size_of(layout, index)} tokens on {layout.tp_size} ranks"
 

@@ -216,7 +216,7 @@ def least_chunk_bytes(layout: KvLayout, wanted: str) -> int:
 def _largest_unit(layout: KvLayout, index: int, wanted: str) -> int:
     """Return the bytes of a whole block with all heads of a rank, which no peer's layout can exceed."""
     group = layout.groups[index]
-    num_heads = len(heads_of(group.num_kv_heads, layout.tp_size, 0))
+    num_heads = len(heads_of(group, layout.tp_size, 0))
     return _unit_bytes(group, num_heads, block_size_of(layout, index), wire_dtype_of(group, group, wanted))
 
 

@@ -243,3 +243,8 @@ def test_ranks_have_to_divide_the_heads(heads: int, kv_heads: int, what: str, tm
     with pytest.raises(ConfigError, match=f"engine.tensor_parallel is 4, which does not divide the {what} of tiny"):
         preflight.require_heads(config)
     preflight.require_heads(replace(config, engine=EngineConfig()))
+    (tmp_path / "config.json").write_text(json.dumps(said | {"model_type": "llama"}))
+    with pytest.raises(ConfigError, match="which does not divide"):
+        preflight.require_heads(config)
+    (tmp_path / "config.json").write_text(json.dumps(said | {"model_type": "phi3"}))
+    preflight.require_heads(config)  # each rank computes all heads

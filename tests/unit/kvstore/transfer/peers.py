@@ -111,7 +111,7 @@ def tokens_in(
         ks: list[torch.Tensor] = []
         vs: list[torch.Tensor] = []
         for rank, cache in enumerate(caches):
-            num_heads = len(heads_of(group.num_kv_heads, layout.tp_size, rank))
+            num_heads = len(heads_of(group, layout.tp_size, rank))
             rows = cache.groups[number][:, blocks].view(len(group.layers), len(blocks), num_heads, -1)
             at = size * group.k_dim
             for page, dim, out in ((rows[..., :at], group.k_dim, ks), (rows[..., at:], group.v_dim, vs)):

@@ -73,7 +73,7 @@ class Side:
 
     def write(self, pages: Pages, tokens: range, group: int, layer: int) -> None:
         """What computing `tokens` in one layer of a group does."""
-        heads = heads_of(self.layout.groups[group].num_kv_heads, self.layout.tp_size, self.rank)
+        heads = heads_of(self.layout.groups[group], self.layout.tp_size, self.rank)
         for part, values in zip(self.parts(group), pages[group], strict=True):
             for token in tokens:
                 part[layer, self.block_ids[token // self.layout.block_size], :, token % self.layout.block_size] = (
@@ -152,7 +152,7 @@ def assert_arrived(destination: Side, pages: Pages, tokens: range) -> None:
     written = set(destination.block_ids[tokens.start // size :])
     untouched = [block for block in range(destination.cache.num_blocks) if block not in written]
     for group, group_layout in enumerate(destination.layout.groups):
-        heads = heads_of(group_layout.num_kv_heads, tp_size, destination.rank)
+        heads = heads_of(group_layout, tp_size, destination.rank)
         for got, want in zip(destination.read(group, tokens), pages[group], strict=True):
             assert same_bits(got, want[:, heads.start : heads.stop, tokens.start : tokens.stop])
         cache = destination.cache.groups[group]
@@ -394,7 +394,7 @@ def test_floats_are_rounded_once(src: str, dst: str, wire: str, relative_error: 
         destination = make_side(destination_layout, rank, 40, seed=4)
         move(source, destination, 40, options=replace(OPTIONS, wire_dtype=wire))
         for group, group_layout in enumerate(destination_layout.groups):
-            heads = heads_of(group_layout.num_kv_heads, 3, rank)
+            heads = heads_of(group_layout, 3, rank)
             for got, values in zip(destination.read(group, range(40)), pages[group], strict=True):
                 want = values[:, heads.start : heads.stop].float()
                 assert bool(((got.float() - want).abs() <= relative_error * want.abs()).all())
@@ -418,7 +418,7 @@ def test_int8_keeps_every_value_within_half_a_step_of_its_page(junk: float, bloc
         planned = move(source, destination, num_tokens, options=replace(OPTIONS, wire_dtype="int8"))
         assert all(group.dtype == "int8" for group in planned.groups)
         for group, group_layout in enumerate(destination_layout.groups):
-            heads = heads_of(group_layout.num_kv_heads, 3, rank)
+            heads = heads_of(group_layout, 3, rank)
             for got, values in zip(destination.read(group, range(num_tokens)), pages[group], strict=True):
                 want = values[:, heads.start : heads.stop]
                 for start in range(0, num_tokens, 16):

@@ -56,7 +56,10 @@ degrees = st.sampled_from([1, 2, 3, 6, 12, 24])
 def test_heads_are_cut_evenly_and_replicated_where_ranks_outnumber_them(
     num_heads: int, tp_size: int, held: list[tuple[int, ...]]
 ) -> None:
-    assert [tuple(heads_of(num_heads, tp_size, rank)) for rank in range(tp_size)] == held
+    group = replace(FULL, num_kv_heads=num_heads)
+    assert [tuple(heads_of(group, tp_size, rank)) for rank in range(tp_size)] == held
+    whole = replace(group, is_replicated=True)
+    assert [tuple(heads_of(whole, tp_size, rank)) for rank in range(tp_size)] == [tuple(range(num_heads))] * tp_size
 
 
 @pytest.mark.parametrize(
@@ -86,18 +89,36 @@ def test_one_latent_head_comes_from_one_rank_and_destinations_take_turns() -> No
     assert [destination_ranks(src, dst, rank) for rank in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
-@given(degrees, degrees)
-def test_every_head_of_every_destination_comes_from_one_source_and_both_sides_know_it(src_tp: int, dst_tp: int) -> None:
-    src, dst = layout(src_tp), layout(dst_tp)
+def replicated(each: KvLayout, *, is_replicated: bool = True) -> KvLayout:
+    return replace(each, groups=(replace(each.groups[0], is_replicated=is_replicated), *each.groups[1:]))
+
+
+@given(degrees, degrees, st.booleans(), st.booleans())
+def test_every_head_of_every_destination_comes_from_one_source_and_both_sides_know_it(
+    src_tp: int, dst_tp: int, from_replicas: bool, to_replicas: bool
+) -> None:
+    src = replicated(layout(src_tp), is_replicated=from_replicas)
+    dst = replicated(layout(dst_tp), is_replicated=to_replicas)
     for dst_rank in range(dst_tp):
         for index, group in enumerate(dst.groups):
             shared = [tuple(shared_heads(src, rank, dst, dst_rank, index)) for rank in range(src_tp)]
-            assert sorted(sum(shared, ())) == list(heads_of(group.num_kv_heads, dst_tp, dst_rank))
+            assert sorted(sum(shared, ())) == list(heads_of(group, dst_tp, dst_rank))
             assert all(rank in source_ranks(src, dst, dst_rank) for rank in range(src_tp) if shared[rank])
             for rank, heads in enumerate(shared):
-                assert set(heads) <= set(heads_of(group.num_kv_heads, src_tp, rank))
+                assert set(heads) <= set(heads_of(src.groups[index], src_tp, rank))
     pairs = {(rank, to) for to in range(dst_tp) for rank in source_ranks(src, dst, to)}
     assert pairs == {(rank, to) for rank in range(src_tp) for to in destination_ranks(src, dst, rank)}
+
+
+def test_destinations_take_turns_among_ranks_that_hold_all_heads() -> None:
+    groups = (replace(FULL, num_kv_heads=5, is_replicated=True),)
+    src, dst = KvLayout(16, 2, groups), KvLayout(16, 4, groups)
+    assert not mismatch(src, dst, "auto"), "however many heads there are"
+    assert [source_ranks(src, dst, rank) for rank in range(4)] == [(0,), (1,), (0,), (1,)]
+    assert [source_ranks(dst, src, rank) for rank in range(2)] == [(0,), (1,)]
+    assert "5 KV heads of group 'full' cannot be spread over 2" in mismatch(
+        replace(src, groups=(replace(FULL, num_kv_heads=5),)), dst, "auto"
+    )
 
 
 def test_a_surplus_replica_sends_to_nobody() -> None:
@@ -201,6 +222,10 @@ def test_the_layout_of_a_cache() -> None:
     assert layout_of(spec) == want
     assert rank_spec(want, 0) == spec
     assert layout_of(spec, 3) == replace(want, tp_size=3, groups=(replace(want.groups[0], num_kv_heads=6),))
+    whole = replace(spec, groups=(replace(spec.groups[0], is_replicated=True),))
+    kept = replace(want, tp_size=3, groups=(replace(want.groups[0], is_replicated=True),))
+    assert layout_of(whole, 3) == kept
+    assert rank_spec(kept, 2) == whole
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def transfers(draw: st.DrawFn) -> Transfer:
                     v_dim=8,
                     dtype=draw(dtypes),
                     block_size=full if full != latent else 0,
+                    is_replicated=draw(st.booleans()),
                 ),
                 GroupLayout(
                     name="latent",
@@ -144,7 +145,7 @@ def test_the_pairs_together_move_everything_to_every_destination_once(transfer: 
             (part, layer, head, token)
             for part, group_layout in enumerate(dst.groups)
             for layer in range(len(group_layout.layers))
-            for head in heads_of(group_layout.num_kv_heads, dst.tp_size, dst_rank)
+            for head in heads_of(group_layout, dst.tp_size, dst_rank)
             for token in range(starts[part], num_tokens, min(block_size_of(src, part), block_size_of(dst, part)))
         )
         assert state_bytes == Counter((2, byte) for _ in dst.states for byte in range(3 * 1701 * 4))
