@@ -7,6 +7,7 @@ let us compute is refused by a sentence: each check against wrong tokens has a t
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import time
@@ -411,6 +412,12 @@ def test_what_a_config_contradicts_is_a_sentence(fields: dict[str, Any], sentenc
     edit_config(tmp_path, **fields)
     with pytest.raises(ModelLoadError, match=sentence):
         make_engine(tmp_path)
+
+
+def test_a_window_that_is_not_used_may_be_0(tmp_path: Path) -> None:
+    save_untied("qwen2_moe", OTHERS["qwen2_moe"], tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["sliding_window"] == 0, "as transformers writes it"
+    make_engine(tmp_path)
 
 
 def test_a_second_embedding_that_is_smaller_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
