@@ -103,8 +103,37 @@ def whole(value: Any) -> Any:
 def unapplied_recommendations(folder: Path) -> dict[str, Any]:
     """Return the recommendations of generation_config.json that this version does not apply, by name."""
     generation = read_json(folder / "generation_config.json")
-    said = {name: generation.get(name) for name in UNAPPLIED_UNLESS}
+    applied = {"forced_bos_token_id"} if decoder_start_ids(folder) else set()
+    said = {name: generation.get(name) for name in UNAPPLIED_UNLESS.keys() - applied}
     return {name: value for name, value in said.items() if value not in (None, [], UNAPPLIED_UNLESS[name])}
+
+
+def decoder_start_ids(folder: Path) -> tuple[int, ...]:
+    """Return the tokens with which the decoder of a model with an encoder starts; empty: the model has no encoder.
+
+    These are `decoder_start_token_id` and `forced_bos_token_id`, with which `generate` begins the answer.
+
+    Raises:
+        ModelLoadError: the model has an encoder, and its files name no such token, or something other than token ids.
+    """
+    config, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
+    if config.get("is_encoder_decoder") is not True:
+        return ()
+    found = []
+    for name in ("decoder_start_token_id", "forced_bos_token_id"):
+        said = config.get(name) if generation.get(name) is None else generation[name]
+        if said is None and name == "decoder_start_token_id":
+            said = config.get("bos_token_id")
+            if said is None:
+                raise ModelLoadError(
+                    f"{folder} holds a model with an encoder and a decoder, and no file names its "
+                    "decoder_start_token_id; add it to generation_config.json"
+                )
+        if said is not None:
+            if type(said := whole(said)) is not int or said < 0:
+                raise ModelLoadError(f"{folder} names {said!r:.40} as {name}; it must be a token id")
+            found.append(said)
+    return tuple(found)
 
 
 def require_runnable(folder: Path) -> None:
@@ -129,15 +158,11 @@ def require_runnable(folder: Path) -> None:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ModelLoadError(f"architectures in {path} must be a list of names")
-    if architectures and not any(str(name).endswith(CONTINUES_TEXT) for name in architectures):
+    has_encoder = bool(decoder_start_ids(folder))
+    if architectures and not (has_encoder or any(str(name).endswith(CONTINUES_TEXT) for name in architectures)):
         raise ModelLoadError(
             f"{folder} holds a {architectures[0]}; this version runs models that continue a text token by token, "
             f"whose architectures end in {', '.join(CONTINUES_TEXT)}"
-        )
-    if config.get("is_encoder_decoder") is True:
-        raise ModelLoadError(
-            f"{folder} holds a model of type {config['model_type']!r} with an encoder for its input and a decoder for "
-            "its output, which this version does not run"
         )
     quantization = of_text(config, "quantization_config") or of_text(config, "compression_config")
     if not quantization:

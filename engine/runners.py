@@ -12,6 +12,7 @@ from baton.cluster import fallback
 from baton.config import EngineConfig, ModelConfig
 from baton.errors import BatonError, ConfigError, ModelLoadError, NotNative
 from baton.gpus import refuse_silent_cpu, sign_of_gpu
+from baton.model_files import decoder_start_ids
 from baton.tokenizer_file import read_vocabulary
 from engine.core.draft_runner import DraftedRunner
 from engine.core.runner import Runner
@@ -123,6 +124,12 @@ def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside: 
         else:
             logger.info("the model runs natively: its type, this machine and the settings allow it")
             return runner
+    if decoder_start_ids(Path(model.path)):
+        from engine.model.encoder_decoder import EncoderDecoderRunner
+
+        model.require_exact("the model has an encoder and a decoder")
+        logger.info("the model has an encoder for the prompt and a decoder for the answer, and runs on transformers")
+        return EncoderDecoderRunner(model, engine, set_aside)
     if model.weights != "fp8":
         model.require_exact(why)
     from engine.model.transformers_runner import TransformersRunner

@@ -15,6 +15,7 @@ __all__ = [
     "batch_invariance",
     "decode_graphs",
     "device_memory",
+    "encoder_decoder",
     "expert_load",
     "flashinfer_attention",
     "fp8_kernels",

@@ -30,7 +30,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
     DynamicCache,
+    EncoderDecoderCache,
 )
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -38,6 +40,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
 from baton.errors import ModelLoadError, in_one_line
@@ -111,6 +114,8 @@ def ask(config: Any) -> AskedModel:
         ModelLoadError: it is not a model that continues text, or its attention is not supported; the message says what
             is missing.
     """
+    if config.is_encoder_decoder is True:
+        return _ask_decoder(config)
     text = config.get_text_config(decoder=True)
     _require_known_rope(text)
     auto_class = _auto_class(config)
@@ -147,6 +152,36 @@ def ask(config: Any) -> AskedModel:
     return AskedModel(type(model), shape, num_parameters, tuple(_unused(model, called)))
 
 
+def _ask_decoder(config: Any) -> AskedModel:
+    """Ask a model with an encoder for the prompt and a decoder for the answer; see `ask`."""
+    kind = config.model_type
+    if kind not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelLoadError(f"models of type {kind!r} have an encoder, whose input is not text alone")
+    tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta")
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            model = AutoModelForSeq2SeqLM.from_config(
+                config, attn_implementation="eager", dtype=ASKED_IN, trust_remote_code=False
+            ).eval()
+            model(input_ids=tokens, decoder_input_ids=tokens, past_key_values=cache, use_cache=True)
+    except Exception as error:  # the model's own code
+        raise ModelLoadError(f"transformers cannot run the model of config.json: {in_one_line(error)}") from error
+    both = (*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers)
+    shapes = {(*layer.keys.shape[1::2], *layer.values.shape[3:]) for layer in both}
+    if len(shapes) != 1 or any(layer.keys.shape[2] != NUM_TOKENS for layer in both):
+        raise ModelLoadError(
+            f"models of type {kind!r} are not supported: their decoder's layers keep K and V of different shapes"
+        )
+    ((num_heads, k_dim, v_dim),) = shapes
+    layer = AttentionLayer(num_heads=num_heads, num_kv_heads=num_heads, k_dim=k_dim, v_dim=v_dim)
+    layers = dict.fromkeys(range(len(cache.self_attention_cache.layers)), layer)
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    return AskedModel(
+        type(model), ModelShape(config=config.get_text_config(decoder=True), layers=layers), num_parameters
+    )
+
+
 def divides_heads(plan: Mapping[str, str] | None) -> bool:
     """Return whether a tensor-parallel plan of transformers divides the heads of attention that keeps no latents."""
     return (plan or {}).get(KEYS) == BY_HEAD
@@ -163,11 +198,6 @@ def _division(plan: Mapping[str, str], *, is_latent: bool) -> Division:
 def _auto_class(config: Any) -> Any:
     """Return transformers' class for models of this type that continue text."""
     kind, architectures = config.model_type, list(config.architectures or [])
-    if config.is_encoder_decoder is True:
-        raise ModelLoadError(
-            f"config.json describes a model of type {kind!r} with an encoder for its input and a decoder for its "
-            "output, which this version does not run"
-        )
     found = [(auto_class, names[kind]) for auto_class, names in AUTO_CLASSES if kind in names]
     if not found:
         raise ModelLoadError(f"transformers has no model of type {kind!r} that continues a text token by token")

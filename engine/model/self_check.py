@@ -89,14 +89,14 @@ class Parts:
         Raises:
             ModelLoadError: they differ.
         """
-        self._differences["the logits"] = _shares(found, expected)
-        for name, shares in self._differences.items():
-            tolerance, difference = TOLERANCE, shares.max()
+        self._differences["the logits"] = shares(found, expected)
+        for name, differences in self._differences.items():
+            tolerance, difference = TOLERANCE, differences.max()
             if dtype.itemsize < 4:
-                firsts = shares[[end for end in ENDS if end < len(shares)]]
-                tolerance, difference = ROUNDED_TOLERANCE, max(shares.median(), firsts.median())
+                firsts = differences[[end for end in ENDS if end < len(differences)]]
+                tolerance, difference = ROUNDED_TOLERANCE, max(differences.median(), firsts.median())
                 if name in self._modules and hasattr(self._modules[name], "is_causal") and difference <= tolerance:
-                    tolerance, difference = EXCEPTED_TOLERANCE, shares.sort().values[-1 - NUM_EXCEPTED :][0]
+                    tolerance, difference = EXCEPTED_TOLERANCE, differences.sort().values[-1 - NUM_EXCEPTED :][0]
             if not difference <= tolerance:
                 raise ModelLoadError(
                     f"models of type {model_type!r} are not supported: over the KV cache this model computes "
@@ -107,7 +107,7 @@ class Parts:
         recorded = self._recorded.pop(name, None)
         if recorded is None or (found := torch.cat(recorded, dim=-2)).shape != output.shape:
             return None  # not one output per token
-        self._differences[name] = _shares(found, output).view(-1, output.shape[-2]).amax(0)
+        self._differences[name] = shares(found, output).view(-1, output.shape[-2]).amax(0)
         return found
 
     @contextlib.contextmanager
@@ -126,13 +126,21 @@ class Parts:
             yield
 
 
-def _shares(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def shares(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return each token's difference, `[..., tokens, width]` to `[all tokens]`, on the CPU; infinite instead of NaN."""
     found, expected = (each.float().flatten(0, -2) for each in (found, expected))
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     spread = spread.clamp(min=spread.median().clamp(min=1e-6))
-    shares: torch.Tensor = (found - expected).norm(dim=-1) / spread
-    return shares.nan_to_num(torch.inf).cpu()
+    differences: torch.Tensor = (found - expected).norm(dim=-1) / spread
+    return differences.nan_to_num(torch.inf).cpu()
+
+
+@torch.inference_mode()
+def own_pair_logits(model: Any, prompt_ids: list[int], answer_ids: list[int]) -> torch.Tensor:
+    """Return the logits of an answer's tokens by a model with an encoder, without a cache, `[tokens, vocabulary]`."""
+    given = [torch.tensor([token_ids], device=model.device) for token_ids in (prompt_ids, answer_ids)]
+    logits: torch.Tensor = model(input_ids=given[0], decoder_input_ids=given[1], use_cache=False).logits[0]
+    return logits
 
 
 @torch.inference_mode()

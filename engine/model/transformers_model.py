@@ -130,7 +130,7 @@ class ModelRank:
             raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
         if asked.unused:
             logger.info("this worker serves text: %s of the checkpoint are not loaded", ", ".join(asked.unused))
-        _require_complete(model.path, type(self.model).__name__, report, asked.unused)
+        require_complete(model.path, type(self.model).__name__, report, asked.unused)
         self.model.to(cache.device).eval()
         self._engine = engine
         self._numbers = StepNumbers(cache.device)
@@ -361,7 +361,7 @@ def load_config(path: str) -> Any:
     return config
 
 
-def _require_complete(path: str, name: str, report: dict[str, Any], left_out: Sequence[str] = ()) -> None:
+def require_complete(path: str, name: str, report: dict[str, Any], left_out: Sequence[str] = ()) -> None:
     """Refuse a checkpoint without some of the model's tensors: they would be random, and differ between workers.
 
     Unused tensors are logged; transformers ignores them.

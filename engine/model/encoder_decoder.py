@@ -1,0 +1,210 @@
+"""Runs models with an encoder for the prompt and a decoder for the answer, such as T5 (Raffel et al., 2020) and BART.
+
+The encoder reads the whole prompt in both directions. The decoder's layers attend to its output, whose K and V they
+compute once (cross-attention), and to the answer so far. Both have the same shape, so one row of pages holds both:
+
+    tokens   [ prompt, for the encoder | start tokens, answer: for the decoder ]
+    pages    [ K, V of the encoding    | K, V of the decoder's own tokens      ]
+             0                         E                                       end
+
+So a sequence has one block table, and a KV transfer moves it like any other. The prompt is computed in one step. Each
+sequence of a step is a forward pass of its own, since the decoders of these models count one position per call: the
+pass gathers the sequence's K and V from the pages, and writes the new ones back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from baton.errors import ConfigError, ModelLoadError, in_one_line
+from baton.model_files import decoder_start_ids
+from engine.core.runner import OnLayerDone, StepPart, ignore_layer
+from engine.model import pretrained
+from engine.model.asking import AskedModel
+from engine.model.kv_cache import KVCache, rounded, torch_dtype
+from engine.model.logits_runner import LogitsRunner
+from engine.model.rank_step import RankStep
+from engine.model.self_check import ENDS, TOLERANCE, own_pair_logits, probe_tokens, shares, steps
+from engine.model.transformers_model import load_config, require_complete
+
+if TYPE_CHECKING:
+    from baton.config import EngineConfig, ModelConfig
+
+logger = logging.getLogger(__name__)
+ATTENTION = "eager"
+"""Transformers' attention, which all of these models support, with their position biases."""
+UNSUPPORTED = ("tensor_parallel", "expert_parallel", "batch_invariant", "attention", "draft_model")
+"""Settings that have no meaning for these models."""
+DEFAULT_LENGTH = 512
+"""Maximum length of models without a limit of their own, such as T5."""
+ROUNDED_TOLERANCE = 0.1
+"""Largest difference from the model's own logits if the computation rounds to 16 bits; see `self_check.TOLERANCE`."""
+
+
+class Pages:
+    """K and V of one layer of a cache with one group, by position in a sequence.
+
+    Args:
+        cache: cache with K and V pages.
+        index: place of the layer in its group.
+    """
+
+    def __init__(self, cache: KVCache, index: int) -> None:
+        group, self._size = cache.spec.groups[0], cache.spec.groups[0].block_size
+        pages = cache.groups[0][index].view(-1, group.num_kv_heads, group.page_numel)
+        keys, shape = self._size * group.k_dim, (*pages.shape[:2], self._size)
+        self._pages = (
+            pages[..., :keys].view(*shape, group.k_dim),
+            pages[..., keys:].view(*shape, group.v_dim),
+        )
+
+    def read(self, table: torch.Tensor, begin: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Return K and V of positions `begin` to `end`, each `[1, heads, tokens, dim]`."""
+        first = begin // self._size
+        blocks = table[first : -(-end // self._size)]
+        within = slice(begin - first * self._size, end - first * self._size)
+        return tuple(pages[blocks].transpose(0, 1).flatten(1, 2)[None, :, within] for pages in self._pages)
+
+    def write(self, table: torch.Tensor, begin: int, *values: torch.Tensor) -> None:
+        """Write K and V, each `[1, heads, tokens, dim]`, to the positions from `begin` on."""
+        places = torch.arange(begin, begin + values[0].shape[2], device=table.device)
+        blocks, within = table[places // self._size], places % self._size
+        for pages, new in zip(self._pages, values, strict=True):
+            pages[blocks, :, within] = rounded(new[0].transpose(0, 1), pages.dtype)
+
+
+class EncoderDecoderRunner(LogitsRunner):
+    """Runner of a transformers model with an encoder and a decoder, on one device.
+
+    Raises:
+        ModelLoadError: the folder is not a model this engine runs, or the model computes otherwise over the KV cache.
+        ConfigError: there is no room for the KV pool, or a setting is not supported for these models.
+    """
+
+    name = "transformers"
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig, set_aside: int = 0) -> None:
+        engine.refuse_unknown(UNSUPPORTED, "models with an encoder and a decoder")
+        if engine.kv_dtype in ("int8", "fp8"):
+            raise ConfigError(f"engine.kv_dtype {engine.kv_dtype} needs a model without an encoder; set it to auto")
+        self._set_aside = set_aside
+        folder, config = Path(model.path), load_config(model.path)
+        if not getattr(config, "max_position_embeddings", None):
+            config.max_position_embeddings = engine.max_model_len or getattr(config, "n_positions", 0) or DEFAULT_LENGTH
+        asked = pretrained.ask_folder(folder, config)
+        on_gpu = model.device != "cpu" and torch.cuda.is_available()
+        super().__init__(model, engine, asked.shape, [torch.device("cuda" if on_gpu else "cpu")])
+        self._num_start = len(decoder_start_ids(folder))
+        self.spec = replace(self.spec, whole_prompts=True, num_start_tokens=self._num_start)
+        self.cache.spec = self.spec
+        most = self.batch.max_num_batched_tokens - self.batch.max_num_seqs + 1
+        self.max_model_len = min(self.max_model_len, most)
+        self._load(model, engine, config, asked)
+        self._pages = [Pages(self.cache, index) for index in range(len(self.spec.groups[0].layers))]
+        self._require_own_logits()
+        self._warm_up(self._compute)
+        self._structures.load()
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+
+    def _load(self, model: ModelConfig, engine: EngineConfig, config: Any, asked: AskedModel) -> None:
+        torch.set_num_threads(engine.num_threads)
+        try:
+            self._model, report = pretrained.load_model(
+                Path(model.path), config, asked, ATTENTION, dtype=torch_dtype(self.dtype)
+            )
+        except ModelLoadError:
+            raise
+        except Exception as error:  # the library raises no narrower class
+            raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
+        require_complete(model.path, type(self._model).__name__, report)
+        self._model.to(self.cache.device).eval()
+
+    @torch.inference_mode()
+    def _compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
+        self.cache.copy_blocks(step.copies)
+        found, end = dict[int, torch.Tensor](), 0
+        for part in step.parts:
+            logits, end = self._decoded(part), end + len(part.token_ids)
+            found |= enumerate(logits, end - len(logits))  # the prompt's tokens have no logits
+        if not step.logit_rows:
+            return torch.zeros(1, self.vocab_size, device=self.cache.device)
+        return torch.stack([found[row] for row in step.logit_rows])
+
+    def _decoded(self, part: StepPart) -> torch.Tensor:
+        """Compute one sequence's part and return the logits of the decoder's tokens, `[tokens, vocabulary]`."""
+        num_encoded, begin = part.num_prompt_tokens - self._num_start, part.num_computed_tokens
+        table = torch.tensor(part.block_ids[0], device=self.cache.device)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        is_new = begin < num_encoded
+        assert not (is_new and begin), "an encoder reads a prompt in one step"
+        encoding = torch.zeros(1, num_encoded, 1, device=self.cache.device)  # only its length matters
+        if is_new:
+            ids = torch.tensor([part.token_ids[:num_encoded]], device=self.cache.device)
+            encoding = self._model.get_encoder()(input_ids=ids).last_hidden_state
+        else:
+            self._fill(cache, table, num_encoded, begin)
+        own = torch.tensor([part.token_ids[num_encoded if is_new else 0 :]], device=self.cache.device)
+        logits: torch.Tensor = self._model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=encoding),
+            decoder_input_ids=own,
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[0]
+        for pages, crossed, kept in zip(
+            self._pages, cache.cross_attention_cache.layers, cache.self_attention_cache.layers, strict=True
+        ):
+            if is_new:
+                pages.write(table, 0, crossed.keys, crossed.values)
+            new = slice(-own.shape[1], None)
+            pages.write(table, max(begin, num_encoded), kept.keys[:, :, new], kept.values[:, :, new])
+        return logits
+
+    def _fill(self, cache: EncoderDecoderCache, table: torch.Tensor, num_encoded: int, end: int) -> None:
+        """Put K and V of a sequence's first `end` tokens into transformers' cache of one pass."""
+        for index, pages in enumerate(self._pages):
+            crossed = [each.to(self._model.dtype) for each in pages.read(table, 0, num_encoded)]
+            cache.cross_attention_cache.update(*crossed, index)
+            cache.is_updated[index] = True
+            if end > num_encoded:
+                kept = [each.to(self._model.dtype) for each in pages.read(table, num_encoded, end)]
+                cache.self_attention_cache.update(*kept, index)
+
+    def _require_own_logits(self) -> None:
+        """Require that steps over the KV cache compute what the model computes without a cache.
+
+        Raises:
+            ModelLoadError: they differ, or cannot be computed.
+        """
+        tokens = probe_tokens(self.vocab_size, self.max_model_len)
+        num_encoded = ENDS[0]
+        try:
+            found = torch.cat([self._compute(step, ignore_layer) for step in self._probe_steps(tokens, num_encoded)])
+            expected = own_pair_logits(self._model, tokens[:num_encoded], tokens[num_encoded:])
+        except Exception as error:  # the model's own code
+            raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
+        difference = float(shares(found, expected).max())
+        most = TOLERANCE if self._model.dtype.itemsize == 4 else ROUNDED_TOLERANCE
+        if not difference <= most:
+            raise ModelLoadError(
+                f"models of type {self._model.config.model_type!r} are not supported: over the KV cache this model "
+                f"computes the logits otherwise than without it, by a share of {difference:.2g}"
+            )
+
+    def _probe_steps(self, tokens: list[int], num_encoded: int) -> Iterator[RankStep]:
+        """Yield steps over a sequence, the first of which has the prompt and start tokens; each needs all logits."""
+        first = num_encoded + self._num_start
+        for step in steps(tokens, self.spec, (first, first + 3, *range(first + 4, len(tokens) + 1))):
+            (part,) = step.parts
+            num_own = part.end - max(part.num_computed_tokens, num_encoded)
+            part = part._replace(num_prompt_tokens=first, sample=True, num_drafts=num_own - 1)
+            yield RankStep([part], [0])
