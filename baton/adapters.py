@@ -161,6 +161,15 @@ def load_registered(adapter: Adapter) -> tuple[AdapterFacts, bytes]:
     return facts, content
 
 
+def require_rank(facts: AdapterFacts, most: int) -> None:
+    """Raise InvalidRequest if an adapter's rank exceeds `engine.max_adapter_rank`, which is `most`."""
+    if facts.rank > most:
+        raise InvalidRequest(
+            f"the adapter in {facts.path} has rank {facts.rank}, and engine.max_adapter_rank is {most}; raise the "
+            "setting on all workers"
+        )
+
+
 def _facts(path: str, targets: tuple[AdapterTarget, ...], digest: str, num_bytes: int) -> AdapterFacts:
     rank = max(target.rank for target in targets)
     return AdapterFacts(path=path, digest=digest, rank=rank, targets=targets, num_bytes=num_bytes)
