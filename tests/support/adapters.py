@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import struct
-from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
+
+import numpy
 
 from baton.adapters import CONFIG_FILE, PREFIX, WEIGHTS_FILE, read_adapter
 from baton.messages import Adapter
@@ -24,7 +24,7 @@ def save_adapter(folder: Path, shapes: Shapes = ONE, rank: int = 4, seed: int = 
     Args:
         config: further fields of its configuration; `rank_pattern` is followed for whole names of modules.
     """
-    draw = Random(seed)
+    draw = numpy.random.default_rng(seed)
     ranks = {module: config.get("rank_pattern", {}).get(module, rank) for module in shapes}
     tensors = {}
     for module, (num_in, num_out) in shapes.items():
@@ -56,5 +56,5 @@ def save_tensors(folder: Path, tensors: Mapping[str, tuple[Sequence[int], bytes]
     (folder / WEIGHTS_FILE).write_bytes(struct.pack("<Q", len(text)) + text + content)
 
 
-def _numbers(shape: tuple[int, int], draw: Random) -> bytes:
-    return array("f", [draw.gauss(0, 0.3) for _ in range(shape[0] * shape[1])]).tobytes()
+def _numbers(shape: tuple[int, int], draw: numpy.random.Generator) -> bytes:
+    return draw.normal(0.0, 0.15, shape).astype("<f4").tobytes()
