@@ -48,6 +48,11 @@ class AdapterSlots:
         """Digests of the loaded adapters; the one used longest ago is first."""
         return tuple(digest for digest, slot in self._slots.items() if slot.is_loaded)
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether any slot is pinned."""
+        return any(slot.num_pins for slot in self._slots.values())
+
     def is_loaded(self, digest: str) -> bool:
         """Return whether an adapter is in a slot."""
         return digest in self._slots and self._slots[digest].is_loaded

@@ -421,8 +421,8 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """True if no sequence is known and nothing is pinned: nothing waits, runs or holds blocks."""
-        return not self.sequences and not self._pins
+        """True if no sequence is known and nothing is pinned: nothing waits, runs or holds blocks or a slot."""
+        return not self.sequences and not self._pins and not self.adapters.is_pinned
 
     def load(self) -> EngineLoad:
         """Return the engine's current load."""

@@ -149,20 +149,21 @@ class _Stack:
         self._is_grouped = not any(matrix.shape[-1] % aligned for matrix in matrices)
 
     def clear(self, place: int) -> None:
-        """Take a slot's adapter away."""
+        """Take a slot's adapter away. Its matrices are zeroed: other slots' rows may need the map in the same step."""
         self.used &= ~(1 << place)
+        for matrix in (self.a, self.b):
+            matrix[place, : self._ranks[place]] = 0.0
+        self._ranks[place] = 0
 
     def put(self, place: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Put an adapter's whole matrices, `[rank, in]` and `[out, rank]`, into a slot."""
+        """Put an adapter's whole matrices, `[rank, in]` and `[out, rank]`, into a slot that is clear."""
         if self.split is not None:
             rank, num_ranks = dist.get_rank(), dist.get_world_size()
             a = a if self.split == 0 else a.chunk(num_ranks, 1)[rank]
             b = b.chunk(num_ranks, 0)[rank] if self.split == 0 else b
-        number = len(a)
-        for matrix, values in ((self.a, a), (self.b, b.T)):
-            matrix[place, :number] = values
-            matrix[place, number : self._ranks[place]] = 0.0
-        self._ranks[place] = number
+        self._ranks[place] = len(a)
+        self.a[place, : len(a)] = a
+        self.b[place, : len(a)] = b.T
         self.used |= 1 << place
 
     def product(self, given: torch.Tensor, rows: AdapterRows, rank: int) -> torch.Tensor:

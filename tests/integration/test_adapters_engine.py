@@ -224,10 +224,9 @@ async def test_the_logits_are_those_of_the_merged_weights(kind: str, tmp_path: P
     for i, prompt in enumerate((prompts()[4], prompts()[1], prompts()[2], prompts()[3], prompts()[1])):
         adapter = adapters[i]
         if adapter is not None:
-            if engine.adapters.pin(adapter.digest) is None:
-                assert engine.adapters.reserve(adapter.digest) == i
-                engine.adapters.loaded(adapter.digest)
-                assert engine.adapters.pin(adapter.digest) == i
+            assert engine.adapters.reserve(adapter.digest) == i
+            engine.adapters.loaded(adapter.digest)
+            assert engine.adapters.pin(adapter.digest) == i
         sequences.append(engine.add(spec_of(f"{i}", prompt, adapter, 6), Purpose.GENERATE, float(i), i))
         for _ in range(2):
             step, _ = engine.schedule(float(i))
@@ -308,7 +307,7 @@ async def test_choices_beams_drafts_and_scores_are_of_the_adapter(tmp_path: Path
     asked: list[dict[str, Any]] = [
         {"temperature": 1.0, "seed": 3},
         {"temperature": 1.0, "seed": 3, "choice_index": 1},
-        {"use_beam_search": True, "n": 1, "best_of": 3},
+        {"use_beam_search": True, "beam_width": 3},
         {"prompt_logprobs": 1, "logprobs": 2},
     ]
     repeating = [1, 2, 3, 4] * 8
@@ -376,7 +375,7 @@ async def test_a_folder_that_has_changed_is_refused_and_leaves_nothing(tmp_path:
     async with looped(make_runner_of(tmp_path / "model", config), config) as loop:
         with pytest.raises(InvalidRequest, match="adapter-0, holds other weights than those that were registered"):
             await answer(loop, spec_of("changed", [1, 2, 3], adapters[0]))
-        with pytest.raises(WorkerFailed, match="this worker cannot read adapter adapter-1 in .*No such file"):
+        with pytest.raises(WorkerFailed, match=r"this worker cannot read adapter adapter-1 in .*No such file"):
             await answer(loop, spec_of("lost", [1, 2, 3], adapters[1]))
         assert loop.load().adapters == ()
         spec = spec_of("whole", [1, 2, 3], adapters[2])
@@ -399,7 +398,7 @@ async def test_what_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
                 await loop.check_adapter(adapter.path)
             with pytest.raises(InvalidRequest, match=sentence):
                 await answer(loop, spec_of("one", [1, 2], adapter))
-        with pytest.raises(InvalidRequest, match="cannot read the adapter in .*is not a folder"):
+        with pytest.raises(InvalidRequest, match=r"cannot read the adapter in .*is not a folder"):
             await loop.check_adapter(str(tmp_path / "none"))
         whole = save_adapter(tmp_path / "whole", {q_proj: (64, 64)})
         facts = await loop.check_adapter(whole.path)
@@ -435,7 +434,7 @@ def test_settings_that_adapters_exclude_are_refused_by_name(tmp_path: Path) -> N
         ({"runner": "native"}, r"engine\.runner native computes no adapters, and engine\.max_adapters is 2"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            EngineConfig(max_adapters=2, **settings)  # type: ignore[arg-type]
+            EngineConfig(max_adapters=2, **settings)
     with pytest.raises(ConfigError, match=r"engine\.max_adapters 2 is not supported with model\.weights fp8"):
         TransformersRunner(ModelConfig(path=str(tmp_path), weights="fp8"), EngineConfig(max_adapters=2))
 
