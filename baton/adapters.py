@@ -24,6 +24,7 @@ from baton.errors import InvalidRequest, WorkerFailed
 from baton.messages import Adapter
 from baton.model_files import open_own
 from baton.plain_files import parse_json
+from baton.visible import in_line
 from baton.weights_files import TensorHead, read_header
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -326,4 +327,4 @@ class _Scalings:
 
 
 def _short(value: Any) -> str:
-    return str(value)[:100]
+    return in_line(str(value)[:100])

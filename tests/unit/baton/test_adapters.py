@@ -113,7 +113,13 @@ def test_what_would_be_computed_otherwise_is_refused(case: str, tmp_path: Path) 
 def test_what_concerns_training_alone_is_accepted(tmp_path: Path) -> None:
     save_adapter(tmp_path)
     digest = read_adapter(str(tmp_path)).digest
-    more: dict[str, Any] = {"use_dora": False, "modules_to_save": None, "layer_replication": [], "lora_bias": False, "unknown": None}
+    more: dict[str, Any] = {
+        "use_dora": False,
+        "modules_to_save": None,
+        "layer_replication": [],
+        "lora_bias": False,
+        "unknown": None,
+    }
     save_config(tmp_path, lora_dropout=0.3, init_lora_weights="gaussian", loftq_config={}, inference_mode=True, **more)
     assert read_adapter(str(tmp_path)).digest == digest
 
