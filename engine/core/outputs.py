@@ -134,6 +134,10 @@ class EngineLoad:
     """Accepted drafts that a draft model proposed."""
     expert_tokens: tuple[int, ...] = ()
     """Tokens that the model has sent to each expert; empty: not counted."""
+    adapters: tuple[str, ...] = ()
+    """Digests of the loaded adapters; the one used longest ago is first."""
+    adapter_load_s: float = 0.0
+    """Recent mean time to load an adapter, in seconds; 0: none was loaded yet."""
 
 
 @dataclass(frozen=True, slots=True)
