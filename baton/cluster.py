@@ -7,6 +7,7 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as _version_of
 
+from baton.adapters import NO_ADAPTERS, Adapters
 from baton.costs import PRIOR, StepCosts
 
 try:
@@ -16,6 +17,8 @@ except PackageNotFoundError:  # only the sources are there, as on a bare GPU mac
 """Baton's version in this process."""
 MAX_WORKERS = 256
 """Maximum number of workers of a cluster, in both pools together."""
+MAX_LISTED_ADAPTERS = 256
+"""Maximum number of adapters in memory that a worker's lease lists, so that a lease stays short."""
 
 
 class Role(StrEnum):
@@ -209,6 +212,8 @@ class WorkerInfo:
 
     False: its model has states or windows, and it publishes only the keys that all of its pools hold.
     """
+    max_adapters: int = 0
+    """Maximum number of LoRA adapters in memory at a time; 0: it serves none, or its release does not report it."""
 
     @property
     def label(self) -> str:
@@ -252,6 +257,10 @@ class WorkerLoad:
     """Speculative tokens that a draft model proposed and that were accepted."""
     malformed: int = 0
     """Received messages that were not valid protobuf."""
+    adapters: tuple[str, ...] = ()
+    """Digests of the LoRA adapters in memory, at most `MAX_LISTED_ADAPTERS` of them."""
+    adapter_load_s: float = 0.0
+    """Time to load an adapter, in seconds, as measured; 0: it has loaded none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,3 +394,5 @@ class ClusterStatus:
     """None: the answering router has not read it, or has no permission."""
     certificates: tuple[CertificateTerm, ...] = ()
     """Validity periods of the answering router's certificates; empty: it uses plain text."""
+    adapters: Adapters = field(default_factory=lambda: NO_ADAPTERS)
+    """Registered LoRA adapters by name, as the answering router knows them."""

@@ -46,7 +46,7 @@ MOST: dict[str, float] = {
     ),
     **dict.fromkeys(("num_ranks", "num_graphs", "num_fused"), MAX_INT32),
     **dict.fromkeys(("s_overhead", "s_per_token", "s_per_pair"), MAX_COST_S),
-    **dict.fromkeys(("s_weights", "s_per_sequence", "s_per_kv_token"), MAX_COST_S),
+    **dict.fromkeys(("s_weights", "s_per_sequence", "s_per_kv_token", "adapter_load_s"), MAX_COST_S),
     "epoch": MAX_EPOCH,
 }
 """Upper bounds of numbers; the default is `MAX_SEQ`, for fractions `MAX_S`."""
