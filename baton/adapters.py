@@ -19,7 +19,9 @@ MAX_ADAPTERS = 10_000
 MAX_NAME = 128
 MAX_PATH = 1024
 MAX_RANK = 2**16
-DIGEST = re.compile(r"[0-9a-f]{16,128}")
+CHECK_S = 60.0
+"""Deadline of a worker's check of a folder, in seconds."""
+DIGEST = re.compile(r"[0-9a-f]{16,64}")
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.+/:@=-]{{0,{MAX_NAME - 1}}}")
 
 

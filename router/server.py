@@ -25,12 +25,14 @@ from baton.telemetry.instruments import Instruments
 from baton.tls import Tls, endpoint_tls, member_tls
 from baton.trust import KeyFile, Principal, open_keys
 from baton.v1 import admin_pb2_grpc
+from kvstore.adapters import RedisAdapters
 from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, RedisIndex, Seal
 from kvstore.leases import RedisLeases, RedisRecords
 from router.admission import Accounts, Ledger, Limiter, ModelFacts, RedisLedger, SloCounts
 from router.admission.tenants import TenantBook
 from router.admission.tenants_file import TenantsFile
 from router.answer import AnswerFormat
+from router.api.adapter_orders import AdapterOrders
 from router.api.controller_client import ControllerClient
 from router.api.grpc_api import MAX_MESSAGE_BYTES, SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
 from router.api.operations import Operations
@@ -78,6 +80,7 @@ class _Store:
     dependencies: Dependencies
     history: HistoryStore
     """The cluster's history owns and closes it."""
+    adapters: RedisAdapters
 
     @staticmethod
     def connect(config: Config, content: str, keys: KeyFile | None, tls: Tls | None, endpoint: Tls | None) -> _Store:
@@ -104,6 +107,7 @@ class _Store:
             marks=RedisMarks(marks, content, seal=seal),
             dependencies=Dependencies(redis, {"members": tls, "routers": endpoint}),
             history=RedisHistory(history, content, seal=seal),
+            adapters=RedisAdapters(redis, content, keys=keys),
         )
 
     async def close(self) -> None:
@@ -225,11 +229,13 @@ def build(config: Config) -> Router:
         config=config.router,
         slo_counts=slo_counts,
         worker_limit=pools.max_model_len,
+        adapters=lambda: store.adapters.adapters,
     )
     inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port), stall_s=config.router.stall_s)
     link = MemberLink(keys, members)
     operations = _operations(config, store, registry, service, client=client, instruments=instruments, link=link)
-    admin = AdminServicer(registry.status, service.requests, operations.orders)
+    adapter_orders = AdapterOrders(store.adapters, client, lambda: pools.workers, model.facts.id)
+    admin = AdminServicer(registry.status, service.requests, operations.orders, adapter_orders)
     _add_services(rpc, inference, admin)
     return Router(
         config=config,
@@ -305,6 +311,7 @@ def _registry(
         slo_counts=slo_counts,
         models=(ServedModel(model.facts.id, config.model.path),),
         redis=store.redis,
+        adapters=store.adapters,
         malformed=rpc.malformed,
         dependencies=store.dependencies,
         poll_s=config.index.poll_s,

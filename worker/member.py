@@ -10,12 +10,12 @@ import contextlib
 import hashlib
 import os
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 
 from baton import wire
 from baton.blocks import content_id
-from baton.cluster import VERSION, Role, WorkerInfo, WorkerLoad, WorkerState, fallback
+from baton.cluster import MAX_LISTED_ADAPTERS, VERSION, Role, WorkerInfo, WorkerLoad, WorkerState, fallback
 from baton.config import Config
 from baton.errors import DeviceLost, StoreUnavailable
 from baton.rpc import MalformedCount, RpcServer
@@ -36,6 +36,7 @@ from kvstore.transfer.copy.kernel_choice import kernels_of, why_not_kernels
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker
 from kvstore.worker_context import WorkerContext
+from worker.adapters import Facts
 from worker.ahead import peers_of
 
 WIRE_VERSION = 2
@@ -110,6 +111,11 @@ class Member:
     @property
     def state(self) -> WorkerState:
         return self._state
+
+    @property
+    def check_adapter(self) -> Callable[[str], Awaitable[Facts]] | None:
+        """The engine's check of an adapter's folder; None: it has none."""
+        return getattr(self.loop, "check_adapter", None)
 
     def become(self, state: WorkerState, role: Role | None = None) -> None:
         """Change the state, and optionally the role, and renew the lease at once so that others see it."""
@@ -242,6 +248,7 @@ class Member:
             incarnation=self.incarnation,
             computes=self._computes,
             resumes_anywhere=self.loop.spec.resumes_anywhere,
+            max_adapters=getattr(self.loop, "max_adapters", 0),
         )
 
     def _described(self) -> WorkerInfo:
@@ -276,6 +283,8 @@ class Member:
             transfers=self.kv.counts(),
             connections=self.kv.connections(),
             malformed=self._malformed.total,
+            adapters=getattr(load, "adapters", ())[:MAX_LISTED_ADAPTERS],
+            adapter_load_s=getattr(load, "adapter_load_s", 0.0),
         )
 
     def _on_engine_event(self, event: EngineEvent) -> None:

@@ -17,6 +17,7 @@ import grpc
 from opentelemetry.context import Context
 
 from baton import messages, wire
+from baton.adapters import CHECK_S, AdapterFacts, check_facts
 from baton.cluster import Worker
 from baton.errors import BatonError, NotAMember, Unsupported, WorkerFailed
 from baton.messages import (
@@ -286,6 +287,28 @@ class WorkerClient:
             return tuple((await stub.ReadLog(asked, metadata=proof, timeout=LOG_TIMEOUT_S)).lines)
         except grpc.aio.AioRpcError as error:
             raise _why(error, worker.info.label) from error
+
+    async def check_adapter(self, worker: Worker, path: str) -> AdapterFacts:
+        """Return what a worker finds in the folder of an adapter.
+
+        Raises:
+            InvalidRequest, Unsupported: the worker cannot apply it; the text says why.
+            Overloaded: it is checking another one.
+            WorkerFailed: it does not answer in time, or answers nonsense.
+        """
+        proof = member_metadata(self._keys, "/baton.v1.WorkerCalls/CheckAdapter", worker.info.incarnation)
+        stub: Any = worker_pb2_grpc.WorkerCallsStub(self._channel(worker))
+        asked = worker_pb2.CheckAdapterRequest(path=path)
+        try:
+            found = await stub.CheckAdapter(asked, metadata=proof, timeout=CHECK_S + LOG_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise _why(error, worker.info.label) from error
+        facts = AdapterFacts(digest=found.digest, rank=found.rank, num_bytes=found.num_bytes)
+        try:
+            check_facts(facts)
+        except ValueError as error:
+            raise WorkerFailed(f"{worker.info.label} has checked the adapter, but {error}") from error
+        return facts
 
     async def forget_past_incarnations(self, workers: Collection[Worker]) -> None:
         """Close the channels of workers that now have another address. Their calls have failed already."""

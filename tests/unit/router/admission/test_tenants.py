@@ -23,7 +23,7 @@ from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentica
 from router.api.openai import error_body
 from router.prompt import SequenceBuilder
 from router.request.request_log import RequestLog
-from tests.support.builders import cluster_status
+from tests.support.builders import cluster_status, no_adapters
 
 
 def digest(key: str) -> str:
@@ -236,7 +236,7 @@ NOTHING_RUNS = cluster_status(redis_ok=False)
 async def connection(book: TenantBook) -> AsyncGenerator[grpc.aio.Channel]:
     rpc = RpcServer(SERVICE_NAMES, [Authentication(book)])
     inference_pb2_grpc.add_InferenceServicer_to_server(SERVICER, rpc.server)
-    admin = AdminServicer(lambda: NOTHING_RUNS, RequestLog(), ControllerClient(lambda: None))
+    admin = AdminServicer(lambda: NOTHING_RUNS, RequestLog(), ControllerClient(lambda: None), no_adapters())
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()

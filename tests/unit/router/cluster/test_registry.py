@@ -13,6 +13,7 @@ import pytest
 from baton.cluster import RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.rpc import MalformedCount
 from baton.tasks import cancel_and_wait
+from kvstore.adapters import AdapterStore, MemoryAdapters
 from kvstore.index import MemoryIndex, MemoryStore, Mirror, MirrorFollower, RedisConnection
 from kvstore.leases import MemoryLeases
 from router.admission import SloCounts
@@ -42,7 +43,11 @@ class ForgetfulLeases(MemoryLeases):
 
 @contextlib.asynccontextmanager
 async def followed(
-    store: MemoryStore, leases: MemoryLeases, lease_s: float, poll_s: float = POLL_S
+    store: MemoryStore,
+    leases: MemoryLeases,
+    lease_s: float,
+    poll_s: float = POLL_S,
+    adapters: AdapterStore | None = None,
 ) -> AsyncIterator[PoolView]:
     """What a router knows of the workers while it polls."""
     mirror, redis = Mirror(), RedisConnection("redis://127.0.0.1:1/0")
@@ -56,6 +61,7 @@ async def followed(
         slo_counts=SloCounts(),
         models=(),
         redis=redis,
+        adapters=adapters or MemoryAdapters(store),
         malformed=MalformedCount(),
         dependencies=Dependencies(redis, {}),
         poll_s=poll_s,
