@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as _version_of
+from typing import TYPE_CHECKING
 
-from baton.adapters import NO_ADAPTERS, Adapters
 from baton.costs import PRIOR, StepCosts
+
+if TYPE_CHECKING:
+    from baton.adapters import Adapters
 
 try:
     VERSION = _version_of("baton-serving")
@@ -394,5 +397,5 @@ class ClusterStatus:
     """None: the answering router has not read it, or has no permission."""
     certificates: tuple[CertificateTerm, ...] = ()
     """Validity periods of the answering router's certificates; empty: it uses plain text."""
-    adapters: Adapters = field(default_factory=lambda: NO_ADAPTERS)
+    adapters: Adapters = field(default_factory=dict)
     """Registered LoRA adapters by name, as the answering router knows them."""

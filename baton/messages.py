@@ -32,7 +32,7 @@ class Adapter:
     name: str
     """Model name under which clients request it."""
     path: str
-    """Its folder, which every worker can read."""
+    """Path of its folder, which every worker can read."""
     digest: str
     """Digest of its content, hexadecimal. It names the adapter in block keys: a folder with new weights is another
     adapter."""

@@ -18,7 +18,7 @@ from baton.cluster import VERSION, RouterInfo, ServedModel
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
-from baton.rpc.member_auth import MemberLink, require_keys
+from baton.rpc.member_auth import require_keys
 from baton.rpc.server import CLIENTS_PING_TIMEOUT_S, ClientLimits
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
@@ -232,11 +232,11 @@ def build(config: Config) -> Router:
         adapters=lambda: store.adapters.adapters,
     )
     inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port), stall_s=config.router.stall_s)
-    link = MemberLink(keys, members)
-    operations = _operations(config, store, registry, service, client=client, instruments=instruments, link=link)
-    adapter_orders = AdapterOrders(store.adapters, client, lambda: pools.workers, model.facts.id)
-    admin = AdminServicer(registry.status, service.requests, operations.orders, adapter_orders)
-    _add_services(rpc, inference, admin)
+    operations = _operations(
+        config, store, registry, service, client=client, instruments=instruments, keys=keys, tls=members
+    )
+    adapters = AdapterOrders(store.adapters, client, lambda: pools.workers, model.facts.id)
+    _add_services(rpc, service, inference, operations, adapters)
     return Router(
         config=config,
         tracer=tracer,
@@ -319,8 +319,15 @@ def _registry(
     )
 
 
-def _add_services(rpc: RpcServer, inference: InferenceServicer, admin: AdminServicer) -> None:
+def _add_services(
+    rpc: RpcServer,
+    service: RouterService,
+    inference: InferenceServicer,
+    operations: Operations,
+    adapters: AdapterOrders,
+) -> None:
     inference.add_to(rpc.server)
+    admin = AdminServicer(operations.status, service.requests, operations.orders, adapters)
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
 
 
@@ -332,7 +339,8 @@ def _operations(
     *,
     client: WorkerClient,
     instruments: Instruments,
-    link: MemberLink,
+    keys: KeyFile | None,
+    tls: Tls | None,
 ) -> Operations:
     history = ClusterHistory(store.history, f"{config.router.id}/{uuid.uuid4().hex[:12]}", instruments)
     connections = OpenConnections(limits=connection_limits(config.router))
@@ -345,7 +353,7 @@ def _operations(
         alerts=AlertBook(AlertWatch(config.router.id, registry.status, load, history)),
         connections=connections,
         classes=config.router.slo_classes,
-        orders=ControllerClient(registry.controller, link.keys, link.tls),
+        orders=ControllerClient(registry.controller, keys, tls),
         workers=client,
     )
 
