@@ -18,7 +18,7 @@ from baton.cluster import VERSION, RouterInfo, ServedModel
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
-from baton.rpc.member_auth import require_keys
+from baton.rpc.member_auth import MemberLink, require_keys
 from baton.rpc.server import CLIENTS_PING_TIMEOUT_S, ClientLimits
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
@@ -203,12 +203,12 @@ def build(config: Config) -> Router:
     keys = _keys(config)
     tenants = TenantsFile.load(config.router)
     usage_file = UsageFile(config.router.usage_log) if config.router.usage_log else None
-    members, endpoint = member_tls(config.cluster), endpoint_tls(config)
-    tracer = tracing.configure("baton-router", config.router.id, config.telemetry, members, faces_clients=True)
+    link, endpoint = MemberLink(keys, member_tls(config.cluster)), endpoint_tls(config)
+    tracer = tracing.configure("baton-router", config.router.id, config.telemetry, link.tls, faces_clients=True)
     model = _load_model(config)
-    store = _Store.connect(config, model.content_id, keys, members, endpoint)
+    store = _Store.connect(config, model.content_id, keys, link.tls, endpoint)
     pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
-    client, slo_counts, decisions = WorkerClient(keys, members), SloCounts(), DecisionLog()
+    client, slo_counts, decisions = WorkerClient(keys, link.tls), SloCounts(), DecisionLog()
     rpc, grpc_port = _bind(config, tenants, endpoint)
     registry = _registry(config, model, store, pools, client=client, slo_counts=slo_counts, bound=(rpc, grpc_port))
     readiness = Readiness(pools, config.router.mode == "disaggregated", config.router.worker_wait_s, time.monotonic)
@@ -232,9 +232,7 @@ def build(config: Config) -> Router:
         adapters=lambda: store.adapters.adapters,
     )
     inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port), stall_s=config.router.stall_s)
-    operations = _operations(
-        config, store, registry, service, client=client, instruments=instruments, keys=keys, tls=members
-    )
+    operations = _operations(config, store, registry, service, client=client, instruments=instruments, link=link)
     adapters = AdapterOrders(store.adapters, client, lambda: pools.workers, model.facts.id)
     _add_services(rpc, service, inference, operations, adapters)
     return Router(
@@ -339,8 +337,7 @@ def _operations(
     *,
     client: WorkerClient,
     instruments: Instruments,
-    keys: KeyFile | None,
-    tls: Tls | None,
+    link: MemberLink,
 ) -> Operations:
     history = ClusterHistory(store.history, f"{config.router.id}/{uuid.uuid4().hex[:12]}", instruments)
     connections = OpenConnections(limits=connection_limits(config.router))
@@ -353,7 +350,7 @@ def _operations(
         alerts=AlertBook(AlertWatch(config.router.id, registry.status, load, history)),
         connections=connections,
         classes=config.router.slo_classes,
-        orders=ControllerClient(registry.controller, keys, tls),
+        orders=ControllerClient(registry.controller, link.keys, link.tls),
         workers=client,
     )
 
