@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from baton.costs import PRIOR, StepCosts
 
 if TYPE_CHECKING:
-    from baton.adapters import Adapters
+    from baton.registered_adapters import Adapters
 
 try:
     VERSION = _version_of("baton-serving")

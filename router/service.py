@@ -30,10 +30,10 @@ from dataclasses import replace
 
 from opentelemetry.context import Context
 
-from baton.adapters import NO_ADAPTERS, Adapters, RegisteredAdapter
 from baton.api import GenerateChunk, GenerateRequest, ModelCard, PromptInput, PromptScores, Truncation
 from baton.config import RouterConfig
 from baton.messages import NewTokens
+from baton.registered_adapters import NO_ADAPTERS, Adapters, RegisteredAdapter
 from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
 from kvstore.leases import Noted, RecordKey

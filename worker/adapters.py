@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from baton.adapters import CHECK_S, check_path
 from baton.errors import InvalidRequest, Overloaded, Unsupported
+from baton.registered_adapters import CHECK_S, check_path
 
 
 class Facts(Protocol):
-    """An engine's findings about the folder of an adapter; see `baton.adapters.AdapterFacts`."""
+    """An engine's findings about the folder of an adapter; see `baton.registered_adapters.CheckedAdapter`."""
 
     @property
     def digest(self) -> str: ...

@@ -9,9 +9,9 @@ from typing import Any
 from google.protobuf import json_format
 
 from baton import api
-from baton.adapters import Adapters, RegisteredAdapter
 from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Worker
 from baton.costs import StepCosts
+from baton.registered_adapters import Adapters, RegisteredAdapter
 from baton.timelines import RequestList, RequestTimeline
 from baton.v1 import admin_pb2
 from baton.wire.convert import from_pb, to_pb

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import grpc
 
 from baton import wire
-from baton.adapters import CHECK_S
 from baton.addresses import MAX_PORT, has_no_port
 from baton.api import Explanation, GenerateChunk, GenerateRequest
 from baton.errors import BatonError, InvalidRequest, NoWorker, Overloaded
+from baton.registered_adapters import CHECK_S
 from baton.rpc import from_rpc_error
 from baton.rpc.errors import is_lost
 from baton.rpc.server import CHANNEL_OPTIONS

@@ -14,9 +14,17 @@ import json
 import struct
 from typing import Any
 
-from baton.adapters import DIGEST, MAX_ADAPTERS, MAX_RANK, Adapters, RegisteredAdapter, check_name, check_path
 from baton.errors import Conflict, InvalidRequest
 from baton.messages import Adapter
+from baton.registered_adapters import (
+    DIGEST,
+    MAX_ADAPTERS,
+    MAX_RANK,
+    Adapters,
+    RegisteredAdapter,
+    check_name,
+    check_path,
+)
 from baton.trust import KeyFile, Principal
 from baton.trust.keys import SIGNATURE_BYTES
 from kvstore.index.signed import packed

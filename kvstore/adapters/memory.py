@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from baton.adapters import NO_ADAPTERS, Adapters, RegisteredAdapter
+from baton.registered_adapters import NO_ADAPTERS, Adapters, RegisteredAdapter
 from kvstore.adapters.codec import with_changed
 
 if TYPE_CHECKING:

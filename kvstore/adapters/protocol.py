@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from baton.adapters import Adapters, RegisteredAdapter
+    from baton.registered_adapters import Adapters, RegisteredAdapter
 
 MAX_TRIES = 10
 """Attempts at a change, each after another router has changed the registry."""

@@ -11,8 +11,8 @@ import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from baton.adapters import NO_ADAPTERS, Adapters, RegisteredAdapter
 from baton.errors import Conflict
+from baton.registered_adapters import NO_ADAPTERS, Adapters, RegisteredAdapter
 from kvstore.adapters.codec import HEAD_BYTES, MAX_BYTES, authentic, decode, encode, with_changed
 from kvstore.adapters.protocol import MAX_TRIES
 from kvstore.index.connection import RedisConnection, Script

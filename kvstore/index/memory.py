@@ -15,8 +15,8 @@ from kvstore.index.protocol import READ_EVENTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from baton.adapters import Adapters
     from baton.cluster import ControllerInfo, RouterInfo, Worker
+    from baton.registered_adapters import Adapters
 
 
 @dataclass(slots=True)

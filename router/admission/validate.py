@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.adapters import NO_ADAPTERS, Adapters
 from baton.api import GenerateRequest, PromptInput, TokenIds, Truncation, check_num_tokens
 from baton.errors import ContextLengthExceeded, Forbidden, InvalidRequest, ModelNotFound
 from baton.messages import Adapter
+from baton.registered_adapters import NO_ADAPTERS, Adapters
 from baton.sampling import UNDRAWN, SamplingParams
 from router.admission.tenants import Tenant
 

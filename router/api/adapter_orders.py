@@ -7,10 +7,10 @@ import random
 import time
 from collections.abc import Callable
 
-from baton.adapters import AdapterFacts, Adapters, RegisteredAdapter, check_name, check_path
 from baton.cluster import Worker, WorkerState
 from baton.errors import BatonError, ModelNotFound, NoWorker, Overloaded, Unsupported, WorkerFailed
 from baton.messages import Adapter
+from baton.registered_adapters import Adapters, CheckedAdapter, RegisteredAdapter, check_name, check_path
 from kvstore.adapters import AdapterStore
 from router.dispatch.worker_client import WorkerClient
 
@@ -72,7 +72,7 @@ class AdapterOrders:
             raise ModelNotFound(f"no adapter is named {name!r:.200}; `baton adapters list` shows all", "name")
         logger.info("adapter %s is removed", name)
 
-    async def _checked(self, path: str) -> AdapterFacts:
+    async def _checked(self, path: str) -> CheckedAdapter:
         """Return what the first worker finds that can check the folder."""
         known = self._workers()
         able = [worker for worker in known if worker.info.max_adapters and worker.load.state is WorkerState.READY]

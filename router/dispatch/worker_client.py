@@ -17,7 +17,6 @@ import grpc
 from opentelemetry.context import Context
 
 from baton import messages, wire
-from baton.adapters import CHECK_S, AdapterFacts, check_facts
 from baton.cluster import Worker
 from baton.errors import BatonError, NotAMember, Unsupported, WorkerFailed
 from baton.messages import (
@@ -35,6 +34,7 @@ from baton.messages import (
     Ticket,
     Transferred,
 )
+from baton.registered_adapters import CHECK_S, CheckedAdapter, check_facts
 from baton.rpc import channel, from_rpc_error
 from baton.rpc.errors import from_failed
 from baton.rpc.member_auth import member_metadata
@@ -288,7 +288,7 @@ class WorkerClient:
         except grpc.aio.AioRpcError as error:
             raise _why(error, worker.info.label) from error
 
-    async def check_adapter(self, worker: Worker, path: str) -> AdapterFacts:
+    async def check_adapter(self, worker: Worker, path: str) -> CheckedAdapter:
         """Return what a worker finds in the folder of an adapter.
 
         Raises:
@@ -303,7 +303,7 @@ class WorkerClient:
             found = await stub.CheckAdapter(asked, metadata=proof, timeout=CHECK_S + LOG_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise _why(error, worker.info.label) from error
-        facts = AdapterFacts(digest=found.digest, rank=found.rank, num_bytes=found.num_bytes)
+        facts = CheckedAdapter(digest=found.digest, rank=found.rank, num_bytes=found.num_bytes)
         try:
             check_facts(facts)
         except ValueError as error:

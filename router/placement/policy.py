@@ -20,8 +20,8 @@ later prompts lack. This costs the request itself nothing, so it is an extra pen
 worker lacks and another one holds. Rendezvous hashing of the prompt's first blocks breaks ties, so a session tends to
 stay on the same workers even if no cached prefix is known.
 
-A worker that does not hold the request's adapter loads it first. This time is added on the worker that computes the
-prompt, and on the decode worker, which loads meanwhile.
+A worker that does not hold the request's adapter loads it first. A decode worker does so before it reserves room, so in
+disaggregated mode both times count.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Prediction:
     step_s: float
     """Time between two tokens."""
     load_s: float = 0.0
-    """Time to load the adapter on the worker that computes the prompt."""
+    """Time to load the adapter, on both workers one after the other."""
 
     @property
     def ttft_s(self) -> float:
@@ -238,7 +238,7 @@ def place(
     if prefills:
         prefill = costs.least(prefills, lambda terms: terms.first_s)
         decode = costs.least(decodes, lambda terms: terms.room_s + terms.load_s + terms.exposed_s + terms.answer_s)
-        split_s = max(prefill.first_s, decode.room_s + prefill.first_s - prefill.wait_s, decode.load_s)
+        split_s = max(prefill.first_s, decode.room_s + decode.load_s + prefill.first_s - prefill.wait_s)
         split_s += decode.exposed_s + decode.answer_s
         if mode == Mode.DISAGGREGATED:
             return costs.placement(Mode.DISAGGREGATED, prefill, decode, considered)
@@ -405,7 +405,7 @@ class _Costs:
             compute_s=computes.compute_s,
             exposed_s=decodes.exposed_s if mode is Mode.DISAGGREGATED else 0.0,
             step_s=decodes.step_s,
-            load_s=computes.load_s,
+            load_s=computes.load_s + (decodes.load_s if mode is Mode.DISAGGREGATED else 0.0),
         )
         prefill_worker = computes.worker_id if mode is Mode.DISAGGREGATED else ""
         source, num_tokens = "", 0

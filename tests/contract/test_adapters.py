@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from baton.adapters import MAX_ADAPTERS, RegisteredAdapter
 from baton.errors import Conflict, StoreUnavailable
 from baton.messages import Adapter
+from baton.registered_adapters import MAX_ADAPTERS, RegisteredAdapter
 from baton.trust import Principal
 from kvstore.adapters import AdapterStore, MemoryAdapters, RedisAdapters
 from kvstore.adapters.codec import MAX_BYTES, decode, encode

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from baton.adapters import RegisteredAdapter
 from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.costs import StepCosts
 from baton.messages import Adapter, SequenceSpec
+from baton.registered_adapters import RegisteredAdapter
 from baton.sampling import SamplingParams
 from kvstore.adapters import MemoryAdapters
 from kvstore.index import MemoryStore

@@ -13,9 +13,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from baton.adapters import Adapters
 from baton.api import Chat, GenerateRequest, ModelCard, PromptInput, TokenIds, check_num_tokens
 from baton.errors import InvalidRequest
+from baton.registered_adapters import Adapters
 from baton.tools import ToolUse
 from router.admission import check_model
 from router.admission.tenants import Tenant

@@ -25,11 +25,11 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.adapters import NO_ADAPTERS, Adapters
 from baton.api import GenerateChunk, GenerateRequest, ModelCard, Text, TokenIds
 from baton.config import RouterConfig
 from baton.errors import Overloaded
 from baton.messages import NewTokens
+from baton.registered_adapters import NO_ADAPTERS, Adapters
 from baton.rpc import RpcServer
 from baton.sampling import FinishReason
 from baton.telemetry.instruments import Instruments

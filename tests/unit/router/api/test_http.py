@@ -12,7 +12,6 @@ import httpx2
 import openai
 import pytest
 
-from baton.adapters import NO_ADAPTERS
 from baton.api import (
     Chat,
     GenerateChunk,
@@ -27,6 +26,7 @@ from baton.api import (
 )
 from baton.chat import ChatMessage
 from baton.errors import InvalidRequest
+from baton.registered_adapters import NO_ADAPTERS
 from baton.sampling import FinishReason
 from baton.structure import StructuredOutputs
 from baton.telemetry.request_metrics import RequestMetrics

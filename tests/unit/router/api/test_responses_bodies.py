@@ -12,10 +12,10 @@ import httpx2
 import openai
 import pytest
 
-from baton.adapters import NO_ADAPTERS
 from baton.api import Chat, GenerateChunk, GenerateRequest
 from baton.chat import ChatMessage
 from baton.errors import InvalidRequest, WorkerFailed
+from baton.registered_adapters import NO_ADAPTERS
 from baton.structure import StructuredOutputs
 from baton.telemetry.request_metrics import RequestMetrics
 from baton.tools import Tool, ToolChoice, ToolUse

@@ -675,8 +675,9 @@ def test_a_mode_is_chosen_by_where_the_adapter_is() -> None:
     """The prompt takes one second; the decode worker alone holds the adapter, or the prefill worker does too."""
     pool = [prefill("p0"), decode("d0")]
     assert placed(pool, loads_s={"p0": 2.0}).mode is Mode.AGGREGATED
-    assert placed(pool, loads_s={"p0": 2.0, "d0": 2.0}).mode is Mode.DISAGGREGATED
-    assert placed(pool, loads_s={"d0": 0.5}).mode is Mode.DISAGGREGATED, "it loads while the prompt is computed"
+    assert placed(pool, loads_s={"d0": 2.0}).mode is Mode.DISAGGREGATED
+    assert placed(pool, loads_s={"p0": 2.0, "d0": 2.0}).mode is Mode.AGGREGATED, "one load is less than two"
+    assert placed(pool, "disaggregated", loads_s={"p0": 2.0, "d0": 1.0}).prediction.load_s == 3.0
 
 
 def test_where_the_adapter_is_shows_in_a_large_pool(monkeypatch: pytest.MonkeyPatch) -> None:

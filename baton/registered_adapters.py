@@ -1,7 +1,7 @@
 """LoRA adapters as routers and operators know them: registered under a name, by which clients request them.
 
-A worker checks an adapter's folder (`AdapterFacts`), an operator registers it (`RegisteredAdapter`), and the sequences
-of its requests name it (`baton.messages.Adapter`).
+A worker checks a folder (`CheckedAdapter`), an operator registers it (`RegisteredAdapter`), and the sequences of its
+requests name it (`baton.messages.Adapter`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.+/:@=-]{{0,{MAX_NAME - 1}}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterFacts:
+class CheckedAdapter:
     """A worker's findings about the folder of an adapter."""
 
     digest: str
@@ -83,7 +83,7 @@ def check_path(path: str) -> None:
         )
 
 
-def check_facts(facts: AdapterFacts) -> None:
+def check_facts(facts: CheckedAdapter) -> None:
     """Raise ValueError for facts that no worker finds."""
     if not DIGEST.fullmatch(facts.digest):
         raise ValueError(f"{facts.digest!r:.200} is no digest")
