@@ -233,8 +233,7 @@ def build(config: Config) -> Router:
     )
     inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port), stall_s=config.router.stall_s)
     operations = _operations(config, store, registry, service, client=client, instruments=instruments, link=link)
-    adapters = AdapterOrders(store.adapters, client, lambda: pools.workers, model.facts.id)
-    _add_services(rpc, service, inference, operations, adapters)
+    _add_services(rpc, service, inference, operations)
     return Router(
         config=config,
         tracer=tracer,
@@ -322,10 +321,9 @@ def _add_services(
     service: RouterService,
     inference: InferenceServicer,
     operations: Operations,
-    adapters: AdapterOrders,
 ) -> None:
     inference.add_to(rpc.server)
-    admin = AdminServicer(operations.status, service.requests, operations.orders, adapters)
+    admin = AdminServicer(operations.status, service.requests, operations.orders, operations.adapters)
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
 
 
@@ -352,6 +350,7 @@ def _operations(
         classes=config.router.slo_classes,
         orders=ControllerClient(registry.controller, link.keys, link.tls),
         workers=client,
+        adapters=AdapterOrders(store.adapters, client, lambda: registry.status().workers, service.model.facts.id),
     )
 
 
