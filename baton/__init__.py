@@ -16,6 +16,7 @@ import os
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 __all__ = [
+    "adapters",
     "addresses",
     "api",
     "blocks",

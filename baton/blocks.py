@@ -1,7 +1,7 @@
 """Block keys: names of cached KV blocks, identical in the router and in every worker.
 
-A key names everything a block's content depends on: the tokens up to its end, the model, the tenant's cache scope and
-the adapter. `SequenceSpec.block_keys` makes the keys of a sequence.
+A key names everything a block's content depends on: the tokens up to its end, the model, the tenant's cache scope, the
+adapter and the images. `SequenceSpec.block_keys` makes the keys of a sequence.
 
     key_0 = H(seed,    tokens[ 0:16])
     key_i = H(key_i-1, tokens[16i:16(i+1)])       seed = H(content id, HMAC(secret, tenant)),

@@ -8,6 +8,7 @@ and `NewTokens`; `FetchRequest`, answered by `Fetched`; all in one stream of `St
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -41,6 +42,23 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedImage:
+    """An image of a prompt, in place of `num_tokens` placeholder tokens from position `offset` on."""
+
+    digest: bytes
+    """Digest of the image's bytes; `baton.blocks.KEY_BYTES` long."""
+    offset: int
+    num_tokens: int
+    grid: tuple[int, ...]
+    """Numbers of patches in time, height and width, from which positions follow; the model's processor defines them."""
+
+    @property
+    def end(self) -> int:
+        """One past the position of its last token."""
+        return self.offset + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpec:
     """One choice of one request, as the engine needs it."""
 
@@ -66,6 +84,8 @@ class SequenceSpec:
     """State from which a beam search continues; the tokens then end with the common prefix of its running beams."""
     adapter: Adapter | None = None
     """The adapter that answers; None: the model itself."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of its prompt, in the order of their offsets; they do not overlap."""
 
     @property
     def key_seed(self) -> bytes:
@@ -87,8 +107,20 @@ class SequenceSpec:
             known: keys of its first blocks, of the same size.
             end: number of tokens whose blocks are named; None: all.
         """
-        words = token_ids[len(known) * block_size : end]
+        begin = len(known) * block_size
+        words = token_ids[begin:end]
+        if self.images:
+            words = self._with_images(words, begin)
         return block_keys(known[-1] if known else self.key_seed, words, block_size)
+
+    def _with_images(self, words: Sequence[int], begin: int) -> Sequence[int]:
+        """Return tokens from position `begin` on with words of the images' digests in place of their placeholders."""
+        named = list(words)
+        for image in self.images:
+            of_image = array("I", image.digest + array("I", image.grid).tobytes())
+            for position in range(max(begin, image.offset), min(begin + len(named), image.end)):
+                named[position - begin] = of_image[(position - image.offset) % len(of_image)]
+        return named
 
     @property
     def max_tokens(self) -> int:
@@ -110,7 +142,13 @@ class SequenceSpec:
     def prefix(self, num_tokens: int) -> SequenceSpec:
         """Return the sequence's first tokens alone, whose KV is received: nothing of it is computed or drawn."""
         sampling = replace(self.sampling, max_tokens=None)
-        return replace(self, token_ids=self.token_ids[:num_tokens], num_prompt_tokens=num_tokens, sampling=sampling)
+        return replace(
+            self,
+            token_ids=self.token_ids[:num_tokens],
+            num_prompt_tokens=num_tokens,
+            sampling=sampling,
+            images=tuple(image for image in self.images if image.offset < num_tokens),
+        )
 
     @property
     def is_continued(self) -> bool:

@@ -6,8 +6,9 @@ Transformers is not used: routers do not have it, and its import takes seconds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from baton.errors import ModelLoadError
 from baton.plain_files import MAX_BYTES, open_plain, parse_json, read_plain
@@ -191,25 +192,45 @@ def _require_sizes(path: Path, config: Mapping[str, Any]) -> None:
 def _require_plain(folder: Path) -> None:
     """Reject a text file that is a pipe, too long, or a link to a file outside the folder.
 
-    A chat template that links to a file of the user would show it to every client. Links to a file of the same name are
-    allowed, since folders share a tokenizer in this way, and the hub's cache links to its own blobs.
+    A chat template that links to a file of the user would show it to every client; see `open_own`.
 
     Raises:
         ModelLoadError: the first such file.
     """
-    blobs = folder.absolute().parent.parent / "blobs"
-    own = (folder.resolve(), blobs.resolve())
     for path in _text_files(folder):
         try:
-            found = path.resolve(strict=True)
-            if found.name != path.name and not any(found.is_relative_to(place) for place in own):
-                raise OSError(f"it is a link to {found}, which is outside this folder")
-            with open_plain(path) as file:
-                size, most = file.seek(0, 2), BYTES_OF.get(path.name, MAX_BYTES)
-            if size > most:
-                raise OSError(f"it has {size:,} bytes; the limit is {most:,}")
-        except (OSError, RuntimeError) as error:  # a link to itself is a RuntimeError
+            with open_own(path, BYTES_OF.get(path.name, MAX_BYTES)):
+                pass
+        except OSError as error:
             raise ModelLoadError(f"Cannot read {path}: {error}") from error
+
+
+@contextmanager
+def open_own(path: Path, most: int) -> Iterator[BinaryIO]:
+    """Open a file of a folder for reading.
+
+    Links to a file of the same name are allowed, since folders share files in this way, and the hub's cache links to
+    its own blobs.
+
+    Args:
+        most: maximum size, in bytes.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, is too long, or is a link to a file outside its folder.
+    """
+    folder = path.parent
+    own = (folder.resolve(), (folder.absolute().parent.parent / "blobs").resolve())
+    try:
+        found = path.resolve(strict=True)
+    except RuntimeError as error:  # a link to itself
+        raise OSError(str(error)) from error
+    if found.name != path.name and not any(found.is_relative_to(place) for place in own):
+        raise OSError(f"it is a link to {found}, which is outside this folder")
+    with open_plain(path) as file:
+        if (size := file.seek(0, 2)) > most:
+            raise OSError(f"it has {size:,} bytes; the limit is {most:,}")
+        file.seek(0)
+        yield file
 
 
 def _text_files(folder: Path) -> Iterator[Path]:

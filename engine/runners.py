@@ -74,6 +74,7 @@ def _draft_settings(model: ModelConfig, engine: EngineConfig) -> tuple[ModelConf
         kv_dtype="auto",
         batch_invariant=False,
         attention="auto",
+        max_adapters=0,
     )
     return replace(model, path=engine.draft_model, revision=""), own
 

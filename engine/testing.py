@@ -1,12 +1,13 @@
 """Arithmetic model: its output can be computed by hand, and it uses a real KV cache.
 
-    next token = (sum over positions p of (p + 1) * token_p  +  state) mod the largest prime up to vocab_size
+    next token = (sum over positions p of (p + 1) * token_p + state + adapter) mod the largest prime up to vocab_size
 
-K holds the token and V holds (p + 1) * token, in every layer; `state`, if there is one, is the running sum of all
-tokens. The next token comes from K of the first layer, plus one for every position at which another page disagrees. So
-a block that is lost, stale, swapped or altered, in any layer, changes the output, as with a real model, and tests of
-scheduling, KV transfer and streaming need no weights. With a window, one more layer sees only the last tokens: the
-positions in it that disagree count. A worker runs it if `testing.arithmetic` is set.
+K holds the token and V holds (p + 1) * token + adapter, in every layer; `state`, if there is one, is the running sum of
+all tokens; `adapter` is a number made of the digest of the sequence's adapter, 0 without one. The next token comes from
+K of the first layer, plus one for every position at which another page disagrees. So a block that is lost, stale,
+swapped or altered, in any layer, changes the output, as with a real model, and tests of scheduling, KV transfer and
+streaming need no weights. With a window, one more layer sees only the last tokens: the positions in it that disagree
+count. A worker runs it if `testing.arithmetic` is set.
 
 The modulus is a prime because each output token is a multiple of the one before by its position. Modulo 49152, which
 two to the power of 14 divides, all tokens after about 16 would be 0, and a lost or repeated one would not be noticed.
@@ -26,9 +27,11 @@ from pathlib import Path
 
 import torch
 
+from baton.adapters import AdapterFacts, load_registered, read_adapter, require_rank
 from baton.blocks import num_blocks_for
 from baton.cluster import Computes
 from baton.config import EngineConfig, ModelConfig, TestingConfig
+from baton.messages import Adapter
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Sampled, TokenScores
 from engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup, StateSpec
@@ -78,6 +81,8 @@ class ArithmeticRunner:
         layer_s: float = 0.0,
         token_s: float = 0.0,
         tokenizer: Path | None = None,
+        max_adapters: int = 0,
+        max_adapter_rank: int = 64,
     ) -> None:
         states = (StateSpec("token_sum", (1,), "int64"),) if with_state else ()
         groups = [
@@ -108,6 +113,21 @@ class ArithmeticRunner:
         self.layer_s = layer_s
         self.token_s = token_s
         self._last_tokens = LastTokens()
+        self.max_adapters = max_adapters
+        self._max_adapter_rank = max_adapter_rank
+        self._adapters = {0: 0}
+        """Number of the adapter in each slot."""
+
+    def check_adapter(self, path: str) -> AdapterFacts:
+        """See `Runner.check_adapter`. Matrices of every shape fit this model."""
+        facts = read_adapter(path)
+        require_rank(facts, self._max_adapter_rank)
+        return facts
+
+    def load_adapter(self, adapter: Adapter, slot: int) -> None:
+        """See `Runner.load_adapter`."""
+        facts, _ = load_registered(adapter)
+        self._adapters[slot] = adapter_number(facts.digest)
 
     def prepare(self, params: SamplingParams) -> None:
         """See `Runner.prepare`."""
@@ -167,7 +187,7 @@ class ArithmeticRunner:
             assert table[position // block_size] != EMPTY_PLACE, "a token has no place"
             page = pages[table[position // block_size]]
             page[0, position % block_size] = token_id
-            page[1, position % block_size] = (position + 1) * token_id
+            page[1, position % block_size] = (position + 1) * token_id + self._adapters[part.adapter]
 
     def _prompt_scores(self, part: StepPart) -> TokenScores:
         if not (token_ids := part.scored_token_ids):
@@ -190,11 +210,11 @@ class ArithmeticRunner:
             state = int(tokens.sum()) if self.cache.states else 0
         else:
             state = sum(int(state[part.block_ids[-1][1]]) for state in self.cache.states.values())
-        num_wrong = 0
+        num_wrong, adapter = 0, self._adapters[part.adapter]
         for keys, values in layers:
             num_wrong += int((keys != tokens[-len(keys) :]).sum())
-            num_wrong += int((values != weighted[-len(keys) :]).sum())
-        return (int(weighted.sum()) + num_wrong + state) % modulus(self.vocab_size)
+            num_wrong += int((values != weighted[-len(keys) :] + adapter).sum())
+        return (int(weighted.sum()) + num_wrong + state + adapter) % modulus(self.vocab_size)
 
     def _seen(self, part: StepPart, layer: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of a layer at the positions that the last of `num_tokens` tokens attends to."""
@@ -225,6 +245,8 @@ def arithmetic_runner(model: ModelConfig, engine: EngineConfig, testing: Testing
         layer_s=testing.step_ms / 1e3 / NUM_LAYERS,
         token_s=testing.token_ms / 1e3,
         tokenizer=Path(model.path) / "tokenizer.json" if model.path else None,
+        max_adapters=engine.max_adapters,
+        max_adapter_rank=engine.max_adapter_rank,
     )
 
 
@@ -295,11 +317,20 @@ def _moved(scores: TokenScores, answer: int, prime: int) -> TokenScores:
 
 
 def expected_tokens(
-    prompt: SequenceOf[int], num_tokens: int, vocab_size: int = 49152, with_state: bool = False
+    prompt: SequenceOf[int], num_tokens: int, vocab_size: int = 49152, with_state: bool = False, adapter: str = ""
 ) -> list[int]:
-    """Return what `ArithmeticRunner` generates for a prompt, computed without a cache."""
-    tokens = list(prompt)
+    """Return what `ArithmeticRunner` generates for a prompt, computed without a cache.
+
+    Args:
+        adapter: digest of the adapter that answers; empty: none.
+    """
+    tokens, number = list(prompt), adapter_number(adapter)
     for _ in range(num_tokens):
         state = sum(tokens) if with_state else 0
-        tokens.append((sum((p + 1) * t for p, t in enumerate(tokens)) + state) % modulus(vocab_size))
+        tokens.append((sum((p + 1) * t for p, t in enumerate(tokens)) + state + number) % modulus(vocab_size))
     return tokens[len(prompt) :]
+
+
+def adapter_number(digest: str) -> int:
+    """Return the number that the adapter with this digest adds to the sum, which is never 0; empty: 0, no adapter."""
+    return 1 + int(digest[:8], 16) if digest else 0

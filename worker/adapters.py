@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
+from baton.adapters import AdapterFacts
 from baton.errors import InvalidRequest, Overloaded, Unsupported
 from baton.registered_adapters import CHECK_S, check_path
-
-
-class Facts(Protocol):
-    """An engine's findings about the folder of an adapter; see `baton.registered_adapters.CheckedAdapter`."""
-
-    @property
-    def digest(self) -> str: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int: ...
 
 
 class AdapterChecks:
@@ -31,12 +18,14 @@ class AdapterChecks:
         timeout_s: deadline of a check, in seconds.
     """
 
-    def __init__(self, check: Callable[[str], Awaitable[Facts]] | None = None, timeout_s: float = CHECK_S) -> None:
+    def __init__(
+        self, check: Callable[[str], Awaitable[AdapterFacts]] | None = None, timeout_s: float = CHECK_S
+    ) -> None:
         self._check = check
         self._timeout_s = timeout_s
-        self._running: asyncio.Future[Facts] | None = None
+        self._running: asyncio.Future[AdapterFacts] | None = None
 
-    async def check(self, path: str) -> Facts:
+    async def check(self, path: str) -> AdapterFacts:
         """Return what a worker finds in a folder.
 
         A check that is past its deadline, or whose caller has left, runs on: its thread may wait for a file system. The
@@ -64,7 +53,7 @@ class AdapterChecks:
             ) from None
 
 
-def _forget_error(running: asyncio.Future[Facts]) -> None:
+def _forget_error(running: asyncio.Future[AdapterFacts]) -> None:
     """Take the error of a check whose caller has left."""
     if not running.cancelled():
         running.exception()

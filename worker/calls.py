@@ -201,9 +201,20 @@ def require_servable(spec: SequenceSpec) -> None:
         ),
         (spec.ttft_s >= 0 and spec.itl_s >= 0, "ttft_s and itl_s must be at least 0"),  # which NaN is not
         (len(spec.cache_seed) <= KEY_BYTES, f"cache_seed must have at most {KEY_BYTES} bytes"),
+        (_are_placed(spec), "its images must have a digest and a place of their own in the prompt"),
     ):
         if not ok:
             raise InvalidRequest(f"a worker cannot serve this sequence: {rule}")
+
+
+def _are_placed(spec: SequenceSpec) -> bool:
+    """Return whether the images of a sequence are named, and lie in its prompt one after the other."""
+    end = 0
+    for image in spec.images:
+        if len(image.digest) != KEY_BYTES or image.offset < end or not image.num_tokens or len(image.grid) > 3:
+            return False
+        end = image.end
+    return end <= spec.num_prompt_tokens
 
 
 def _may_search(spec: SequenceSpec) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from baton import wire
@@ -36,7 +36,6 @@ from kvstore.transfer.copy.kernel_choice import kernels_of, why_not_kernels
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker
 from kvstore.worker_context import WorkerContext
-from worker.adapters import Facts
 from worker.ahead import peers_of
 
 WIRE_VERSION = 2
@@ -111,11 +110,6 @@ class Member:
     @property
     def state(self) -> WorkerState:
         return self._state
-
-    @property
-    def check_adapter(self) -> Callable[[str], Awaitable[Facts]] | None:
-        """The engine's check of an adapter's folder; None: it has none."""
-        return getattr(self.loop, "check_adapter", None)
 
     def become(self, state: WorkerState, role: Role | None = None) -> None:
         """Change the state, and optionally the role, and renew the lease at once so that others see it."""
@@ -248,7 +242,7 @@ class Member:
             incarnation=self.incarnation,
             computes=self._computes,
             resumes_anywhere=self.loop.spec.resumes_anywhere,
-            max_adapters=getattr(self.loop, "max_adapters", 0),
+            max_adapters=self.loop.max_adapters,
         )
 
     def _described(self) -> WorkerInfo:
@@ -283,8 +277,8 @@ class Member:
             transfers=self.kv.counts(),
             connections=self.kv.connections(),
             malformed=self._malformed.total,
-            adapters=getattr(load, "adapters", ())[:MAX_LISTED_ADAPTERS],
-            adapter_load_s=getattr(load, "adapter_load_s", 0.0),
+            adapters=load.adapters[-MAX_LISTED_ADAPTERS:],
+            adapter_load_s=load.adapter_load_s,
         )
 
     def _on_engine_event(self, event: EngineEvent) -> None:

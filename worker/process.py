@@ -89,7 +89,7 @@ async def running(
         prefill=prefill.prefill,
         decode=decode.decode,
         fetch=decode.fetch,
-        checks=AdapterChecks(member.check_adapter),
+        checks=AdapterChecks(member.loop.check_adapter if member.loop.max_adapters else None),
         max_model_len=runner.max_model_len,
     )
     control = WorkerControl(member, calls)

@@ -15,6 +15,7 @@ from baton.config.section import (
     AtLeastOne,
     Int,
     Must,
+    NotNegative,
     OneOf,
     Share,
     String,
@@ -207,6 +208,13 @@ class EngineConfig(EveryEngineConfig):
     draft_kv_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER, Must.be("more than 0 GiB")] = 0.25
     """Size of the draft model's own KV pool, in GiB. A sequence that does not fit into it gets no drafts from the
     model."""
+    max_adapters: NotNegative = 0
+    """Maximum number of LoRA adapters that a worker holds at a time. It loads one when a request needs it, and drops
+    the one that was not used for the longest time. 0: none, and requests for adapters are refused. Workers with
+    adapters compute with transformers, not with the native step (docs/adapters.md)."""
+    max_adapter_rank: AtLeastOne = 64
+    """Largest rank of an adapter. A GPU worker reserves the memory of `max_adapters` adapters of this rank at its
+    start; on a CPU they take memory only when they are loaded."""
     step_timeout_s: Wait = 60.0
     """Timeout of a step, in seconds, or 20 times its expected duration if that is longer. A step that exceeds it means
     that the device or one of several ranks hangs: the worker's process exits, and its requests migrate to other
@@ -214,6 +222,16 @@ class EngineConfig(EveryEngineConfig):
 
     def __post_init__(self) -> None:
         EveryEngineConfig.__post_init__(self)
+        if self.max_adapters and self.runner == "native":
+            raise ConfigError(
+                f"engine.runner native computes no adapters, and engine.max_adapters is {self.max_adapters}; set "
+                "engine.runner to auto or engine.max_adapters to 0"
+            )
+        if self.max_adapters and self.batch_invariant:
+            raise ConfigError(
+                f"engine.batch_invariant cannot be kept with engine.max_adapters {self.max_adapters}: the products of "
+                "an adapter depend on how many rows of a step have it; set one of them to its default"
+            )
         if self.batch_invariant and self.tensor_parallel > 1:
             raise ConfigError(
                 f"engine.batch_invariant cannot be kept with engine.tensor_parallel {self.tensor_parallel}: the order "

@@ -509,6 +509,7 @@ class SequenceSpec(_message.Message):
     NUM_EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     HYPOTHESES_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     choice_index: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -544,6 +545,10 @@ class SequenceSpec(_message.Message):
     def adapter(self) -> Global___Adapter:
         """Adapter that answers; none: the model itself. The worker loads it first if it does not hold it."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedImage]:
+        """Images of the prompt, in the order of their offsets."""
+
     def __init__(
         self,
         *,
@@ -560,14 +565,49 @@ class SequenceSpec(_message.Message):
         num_expected_tokens: _builtins.int = ...,
         hypotheses: Global___Hypotheses | None = ...,
         adapter: Global___Adapter | None = ...,
+        images: _abc.Iterable[Global___PlacedImage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "hypotheses", b"hypotheses", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "cache_seed", b"cache_seed", "choice_index", b"choice_index", "hypotheses", b"hypotheses", "itl_s", b"itl_s", "num_expected_tokens", b"num_expected_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "cache_seed", b"cache_seed", "choice_index", b"choice_index", "hypotheses", b"hypotheses", "images", b"images", "itl_s", b"itl_s", "num_expected_tokens", b"num_expected_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class PlacedImage(_message.Message):
+    """An image in place of `num_tokens` placeholder tokens from position `offset` on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    GRID_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """Digest of the image's bytes. Together with the grid it names the image in block keys."""
+    offset: _builtins.int
+    num_tokens: _builtins.int
+    @_builtins.property
+    def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of patches in time, height and width."""
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        grid: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "grid", b"grid", "num_tokens", b"num_tokens", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacedImage: _TypeAlias = PlacedImage  # noqa: Y015
 
 @_typing.final
 class Adapter(_message.Message):

@@ -45,6 +45,8 @@ def write_sequence(spec: m.SequenceSpec, message: worker_pb2.SequenceSpec) -> No
         message.hypotheses.CopyFrom(to_pb(spec.hypotheses, worker_pb2.Hypotheses))
     if spec.adapter is not None:
         message.adapter.CopyFrom(to_pb(spec.adapter, worker_pb2.Adapter))
+    if spec.images:
+        message.images.extend(to_pb(image, worker_pb2.PlacedImage) for image in spec.images)
 
 
 def sequence_from_pb(message: worker_pb2.SequenceSpec) -> m.SequenceSpec:
@@ -67,6 +69,7 @@ def sequence_from_pb(message: worker_pb2.SequenceSpec) -> m.SequenceSpec:
         num_expected_tokens=message.num_expected_tokens,
         hypotheses=from_pb(message.hypotheses, Hypotheses) if message.HasField("hypotheses") else NO_HYPOTHESES,
         adapter=from_pb(message.adapter, m.Adapter) if message.HasField("adapter") else None,
+        images=tuple(from_pb(image, m.PlacedImage) for image in message.images),
     )
 
 

@@ -5,6 +5,8 @@ no more. A runner (`runner.Runner`) computes the steps.
 """
 
 __all__ = [
+    "adapter_loader",
+    "adapters",
     "ahead",
     "beams",
     "block_pool",

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from baton.adapters import AdapterFacts
+from baton.messages import Adapter
 from baton.sampling import SamplingParams
 from engine.core.runner import (
     ComputedStep,
@@ -56,6 +58,7 @@ class DraftedRunner:
         computes, fallbacks = target.computes, [f"draft model, {each}" for each in draft.computes.fallbacks]
         self.computes = replace(computes, fallbacks=(*computes.fallbacks, *fallbacks))
         self.token_s = target.token_s + draft.token_s
+        self.max_adapters = target.max_adapters
         self._clock = clock
         self._keys = itertools.count()
 
@@ -79,6 +82,14 @@ class DraftedRunner:
     def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> ComputedStep:
         """See `Runner.launch`."""
         return ComputedStep(self.execute(step, on_layer_done))
+
+    def check_adapter(self, path: str) -> AdapterFacts:
+        """See `Runner.check_adapter`. Drafts are made without adapters."""
+        return self.target.check_adapter(path)
+
+    def load_adapter(self, adapter: Adapter, slot: int) -> None:
+        """See `Runner.load_adapter`."""
+        self.target.load_adapter(adapter, slot)
 
     def recover(self) -> None:
         """See `Runner.recover`."""

@@ -27,6 +27,7 @@ from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, Candidates
 from engine.core import ahead
+from engine.core.adapters import AdapterSlots, needs_adapter
 from engine.core.beams import BeamSearch
 from engine.core.block_pool import BlockChange
 from engine.core.drafting import drafter_of
@@ -57,18 +58,24 @@ class Engine:
         self._busy_s = 0.0
         self._num_computed_tokens = self._num_drafted_tokens = self._num_accepted_tokens = 0
         self._pins = Pins(self.pool)
+        self.adapters = AdapterSlots(runner.max_adapters)
         self._read_by_next: list[Pin] = []
         """Blocks kept until the commit of the step that was planned before the last commit."""
 
-    def add(self, spec: SequenceSpec, purpose: Purpose, now: float) -> Sequence:
+    def add(self, spec: SequenceSpec, purpose: Purpose, now: float, adapter: int = 0) -> Sequence:
         """Queue a sequence.
+
+        Args:
+            adapter: slot of its adapter, pinned for it; 0: it is computed without one. The engine unpins the slot when
+                the sequence ends, but not if this method raises.
 
         Raises:
             InvalidRequest: it cannot fit, or has a token id outside the model's vocabulary.
             TransferRefused: its beams cannot continue from KV that another worker computed.
         """
         require_computable(spec, self.runner)
-        sequence = Sequence(spec=spec, purpose=purpose, arrival_s=now)
+        assert bool(adapter) == needs_adapter(spec, purpose), "a sequence has no slot for its adapter"
+        sequence = Sequence(spec=spec, purpose=purpose, arrival_s=now, adapter=adapter)
         if spec.sampling.use_beam_search and purpose is not Purpose.PREFILL and spec.max_tokens:
             require_searchable(spec, purpose, self.runner, self.scheduler.limits.max_num_seqs)
             state = BeamSearch.of(spec, self.runner.eos_token_ids, self.runner.max_model_len)
@@ -94,7 +101,9 @@ class Engine:
         """
         assert parent.status in (Status.RUNNING, Status.HELD), parent.status
         assert not parent.in_flight, "a sequence is forked while a step computes it"
-        child = Sequence(spec=spec, purpose=Purpose.GENERATE, arrival_s=now)
+        if spec.adapter != parent.spec.adapter:
+            raise ValueError(f"{spec.sequence_id} has another adapter than {parent.sequence_id}")
+        child = Sequence(spec=spec, purpose=Purpose.GENERATE, arrival_s=now, adapter=parent.adapter)
         num_shared = min(parent.num_computed_tokens, child.num_tokens - 1)
         if child.token_ids[:num_shared] != parent.token_ids[:num_shared]:
             raise ValueError(f"{child.sequence_id} does not start with the tokens of {parent.sequence_id}")
@@ -102,6 +111,7 @@ class Engine:
             raise ValueError(f"the state of {parent.sequence_id} is ahead of {num_shared} tokens")
         if not self.scheduler.fork(parent, child, now):
             return None
+        self._pin_adapter(child)
         self.sequences[child.key] = child
         return child
 
@@ -324,7 +334,14 @@ class Engine:
         search, sequence, spec = parent.search, parent, parent.spec
         assert search is not None
         if parent in search.beams:
-            sequence = Sequence(spec=spec, purpose=Purpose.GENERATE, arrival_s=parent.arrival_s, search=search)
+            sequence = Sequence(
+                spec=spec,
+                purpose=Purpose.GENERATE,
+                arrival_s=parent.arrival_s,
+                adapter=parent.adapter,
+                search=search,
+            )
+            self._pin_adapter(sequence)
             sequence.first_token_s = parent.first_token_s
             self.sequences[sequence.key] = sequence
         sequence.token_ids[spec.num_prompt_tokens :] = beam.token_ids
@@ -404,8 +421,8 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """True if no sequence is known and nothing is pinned: nothing waits, runs or holds blocks."""
-        return not self.sequences and not self._pins
+        """True if no sequence is known and nothing is pinned: nothing waits, runs or holds blocks or a slot."""
+        return not self.sequences and not self._pins and not self.adapters.is_pinned
 
     def load(self) -> EngineLoad:
         """Return the engine's current load."""
@@ -424,6 +441,7 @@ class Engine:
             accepted_tokens=self._num_accepted_tokens,
             model_drafted_tokens=0 if self._draft_model is None else self._draft_model.num_drafted,
             model_accepted_tokens=0 if self._draft_model is None else self._draft_model.num_accepted,
+            adapters=self.adapters.resident,
         )
 
     def take_block_events(self) -> list[BlockChange]:
@@ -434,6 +452,7 @@ class Engine:
         """Assert that nothing is leaked: every used block is pinned or held by a known sequence."""
         held = (s for s in self.sequences.values() if s.status is Status.HELD)
         self.scheduler.check(held, self._pins.tables)
+        self.adapters.check(s.adapter for s in self.sequences.values() if s.adapter)
         assert all(s.status is not Status.FINISHED for s in self.sequences.values()), "a finished sequence is kept"
 
     def _book_computed(self, sequence: Sequence, num_tokens: int) -> None:
@@ -445,3 +464,10 @@ class Engine:
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence, Status.FINISHED)
         self.sequences.pop(sequence.key, None)
+        if sequence.adapter:
+            self.adapters.unpin(sequence.adapter)
+            sequence.adapter = 0
+
+    def _pin_adapter(self, sequence: Sequence) -> None:
+        if sequence.adapter:
+            self.adapters.pin_again(sequence.adapter)

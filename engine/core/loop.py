@@ -9,13 +9,17 @@ import math
 import time
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import Any, NoReturn
 
-from baton.errors import BatonError, DeviceLost, LostInStep, Overloaded, WorkerFailed
+from baton.adapters import AdapterFacts
+from baton.errors import BatonError, DeviceLost, InvalidRequest, LostInStep, Overloaded, WorkerFailed
 from baton.hypotheses import Hypotheses
 from baton.messages import SequenceSpec
 from baton.tasks import seen_through
 from baton.turns import Turns
+from engine.core.adapter_loader import AdapterLoader
+from engine.core.adapters import needs_adapter, refuse_without_slots
 from engine.core.engine import Engine
 from engine.core.kv_spec import BlockTables, KVSpec
 from engine.core.outputs import (
@@ -29,6 +33,7 @@ from engine.core.outputs import (
     Pin,
     Refused,
 )
+from engine.core.requirements import require_computable
 from engine.core.runner import Fence, OnLayerDone, StepInput, StepPart, ignore_layer
 from engine.core.sequence import Purpose, Sequence, Status
 from engine.core.step_threads import FORGETTING, RunningStep, StepThreads
@@ -77,6 +82,8 @@ class EngineLoop:
         """Changed on the event loop and read by the step threads: values are replaced, never changed in place."""
         self._num_layers = engine.runner.spec.num_layers
         self._preparing = Turns(NUM_PREPARING, MAX_PREPARING)
+        self._adapters = AdapterLoader(engine.adapters, engine.runner.load_adapter)
+        self._checking = asyncio.Lock()
         self._wake = asyncio.Event()
         self._was_idle = False
         self._lost: DeviceLost | None = None
@@ -108,9 +115,16 @@ class EngineLoop:
     def max_model_len(self) -> int:
         return self.engine.runner.max_model_len
 
+    @property
+    def max_adapters(self) -> int:
+        return self.engine.runner.max_adapters
+
     def load(self) -> EngineLoad:
         """See `ServingEngine.load`."""
-        return self.engine.load()
+        load = self.engine.load()
+        if not self.max_adapters:
+            return load
+        return replace(load, waiting=load.waiting + self._adapters.num_waiting, adapter_load_s=self._adapters.load_s)
 
     def keys(self) -> list[bytes]:
         """See `ServingEngine.keys`."""
@@ -131,11 +145,19 @@ class EngineLoop:
         """See `ServingEngine.sequence`."""
         if self._lost is not None:
             raise self._lost
-        if self.engine.num_waiting >= self.max_waiting(spec):
+        if self.engine.num_waiting + self._adapters.num_waiting >= self.max_waiting(spec):
             raise Overloaded("the worker's queue is full; try again later")
+        arrived_s = time.monotonic() if arrived_s is None else arrived_s
         if spec.sampling.is_structured:
             await self._prepare(spec)
-        sequence = self.engine.add(spec, purpose, time.monotonic() if arrived_s is None else arrived_s)
+        slot = await self._slot_of(spec, purpose)
+        try:
+            sequence = self.engine.add(spec, purpose, arrived_s, slot)
+        except BaseException:
+            if slot:
+                self.engine.adapters.unpin(slot)
+                self._adapters.advance()
+            raise
         self._was_idle = False
         queue = self._outputs[sequence.key] = asyncio.Queue()
         self._wake.set()
@@ -145,7 +167,31 @@ class EngineLoop:
             del self._outputs[sequence.key]
             self._watchers.pop(sequence.key, None)
             self.engine.end(sequence)
+            self._adapters.advance()
             self._wake.set()
+
+    async def _slot_of(self, spec: SequenceSpec, purpose: Purpose) -> int:
+        """Wait until a sequence's adapter is loaded. Return its slot, pinned; 0: it needs none."""
+        if spec.adapter is None or not needs_adapter(spec, purpose):
+            return 0
+        refuse_without_slots(self.max_adapters)
+        require_computable(spec, self.engine.runner)
+        slot = await self._adapters.slot_of(spec.adapter)
+        if self._lost is not None:
+            self.engine.adapters.unpin(slot)
+            raise self._lost
+        return slot
+
+    async def check_adapter(self, path: str) -> AdapterFacts:
+        """See `ServingEngine.check_adapter`."""
+        refuse_without_slots(self.max_adapters)
+        async with self._checking:
+            checking = asyncio.ensure_future(asyncio.to_thread(self.engine.runner.check_adapter, path))
+            await seen_through(checking)
+        try:
+            return checking.result()
+        except OSError as error:
+            raise InvalidRequest(f"this worker cannot read the adapter in {path}: {error}") from error
 
     async def _prepare(self, spec: SequenceSpec) -> None:
         """Compile a sequence's structure, which may take a second. One cache scope cannot block the others."""
@@ -156,6 +202,7 @@ class EngineLoop:
 
     def hand_back(self, reason: BatonError) -> None:
         """See `ServingEngine.hand_back`."""
+        self._adapters.hand_back(reason)
         for sequence in self.engine.scheduler.waiting:
             if not sequence.was_admitted and sequence.key in self._outputs:
                 self._outputs[sequence.key].put_nowait(reason)
@@ -207,6 +254,7 @@ class EngineLoop:
         Raises:
             DeviceLost: the last step hangs.
         """
+        await self._adapters.close()
         last = threads.last
         is_over = self._lost is None and (last is None or await last.has_ended())
         threads.close(waits=is_over)
@@ -264,9 +312,11 @@ class EngineLoop:
             failure = WorkerFailed(f"the engine could not compute a step: {error}")
             for sequence in self.engine.abandon(*steps):
                 self._outputs[sequence.key].put_nowait(failure)
+            self._adapters.advance()
             return False
         ended_s = time.monotonic()
         outputs = self.engine.commit(running.step, output, ended_s)
+        self._adapters.advance()
         # At least one report per step, for runners that report no layers and for watchers that came after the layers.
         for part, num_tokens in zip(running.step.parts, output.num_computed_tokens, strict=True):
             self._report(part.sequence_key, min(num_tokens, part.end), self._num_layers, None, self._held(part))
@@ -292,6 +342,7 @@ class EngineLoop:
         suspects = {sequence.key for sequence in self.engine.abandon(*steps)}
         for key, queue in self._outputs.items():
             queue.put_nowait(in_step if key in suspects else self._lost)
+        self._adapters.hand_back(self._lost)
         raise self._lost from (reason if isinstance(reason, Exception) else None)
 
     def _layer_reporter(self, step: StepInput) -> OnLayerDone:

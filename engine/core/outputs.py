@@ -132,6 +132,10 @@ class EngineLoad:
     """Checked drafts that a draft model proposed."""
     model_accepted_tokens: int = 0
     """Accepted drafts that a draft model proposed."""
+    adapters: tuple[str, ...] = ()
+    """Digests of the loaded adapters; the one used longest ago is first."""
+    adapter_load_s: float = 0.0
+    """Recent mean time to load an adapter, in seconds; 0: none was loaded yet."""
 
 
 @dataclass(frozen=True, slots=True)

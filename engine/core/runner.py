@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from baton.adapters import AdapterFacts
 from baton.cluster import Computes
 from baton.errors import BatonError, InvalidRequest, TooLarge
+from baton.messages import Adapter
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Candidates, Drawn, Sampled, TokenScores
 from engine.core.kv_spec import BlockTables, KVSpec
@@ -96,6 +98,8 @@ class StepPart(NamedTuple):
     has drafts."""
     proposal: Proposal | None = None
     """Draft model's work for this part before the step; None: nothing."""
+    adapter: int = 0
+    """Slot of the sequence's adapter; 0: it has none."""
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -299,6 +303,8 @@ class Runner(Protocol):
     """True if a launched step continues by itself, on a device."""
     token_s: float
     """Seconds per token in the runner's first trial step; 0: that says nothing about later steps."""
+    max_adapters: int
+    """Number of slots for adapters, which count from 1; 0: it computes none."""
 
     @property
     def caches(self) -> Sequence[Any]:
@@ -336,6 +342,26 @@ class Runner(Protocol):
 
         With `runs_ahead` the step is only submitted, and the fences of `on_layer_done` show its progress. Otherwise the
         step has been computed on return.
+        """
+        ...
+
+    def check_adapter(self, path: str) -> AdapterFacts:
+        """Read an adapter's folder and compare it with the model, in any thread.
+
+        Raises:
+            OSError: it cannot be read.
+            InvalidRequest: it is no adapter that fits this model; the message says why.
+        """
+        ...
+
+    def load_adapter(self, adapter: Adapter, slot: int) -> None:
+        """Read an adapter and put it into a slot, on every rank. Steps that are launched afterwards may use the slot.
+
+        Called in one thread at a time, but also while a step runs that does not use the slot.
+
+        Raises:
+            WorkerFailed: this worker cannot read it.
+            InvalidRequest: its folder does not hold what was registered.
         """
         ...
 

@@ -109,6 +109,8 @@ class Sequence:
     first_token_s: float = 0.0
     prompt_scores: list[TokenScores] = field(default_factory=list)
     """Scores of its prompt's tokens, one entry per step, until they are reported."""
+    adapter: int = 0
+    """Slot of its adapter, which it pins until it ends; 0: it is computed without one."""
     search: Search | None = None
     """The beam search of which this is a beam, or whose start it computes; None: there is none."""
     most_tokens: int = field(init=False)
@@ -205,6 +207,7 @@ class Sequence:
             and not self.num_output_tokens
             and sibling.spec.request_id == self.spec.request_id
             and sibling.spec.key_seed == self.spec.key_seed
+            and sibling.spec.images == self.spec.images
             and sibling.num_computed_tokens >= num_shared
             and not sibling.copies
             and not (has_state and sibling.num_computed_tokens > num_shared)
@@ -260,6 +263,8 @@ class Sequence:
             tuple(token_ids) if (samples and self.needs_history) or scores_prompt else (),
             scores_prompt,
             len(drafts),
+            None,
+            self.adapter,
         )
 
     def report(self) -> PrefillReport:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NoReturn, Protocol
 
+from baton.adapters import AdapterFacts
 from baton.errors import BatonError
 from baton.hypotheses import Hypotheses
 from baton.messages import SequenceSpec
@@ -107,6 +108,11 @@ class ServingEngine(Protocol):
         ...
 
     @property
+    def max_adapters(self) -> int:
+        """Number of adapters that it holds at a time; 0: it refuses requests for adapters."""
+        ...
+
+    @property
     def self_check(self) -> str:
         """`ok`, or a description of an error in the engine's own accounting."""
         ...
@@ -121,9 +127,21 @@ class ServingEngine(Protocol):
 
         Raises:
             Overloaded: too many sequences already wait; see `max_waiting`.
-            InvalidRequest: it cannot fit, or has a token id outside the model's vocabulary.
+            InvalidRequest: it cannot fit, or has a token id outside the model's vocabulary, or the folder of its
+                adapter holds something else than what was registered.
+            Unsupported: it has an adapter, and this engine holds none.
+            WorkerFailed: this worker cannot load its adapter.
             TransferRefused: it cannot continue from KV of another worker.
             DeviceLost: the device cannot compute any more.
+        """
+        ...
+
+    async def check_adapter(self, path: str) -> AdapterFacts:
+        """Read an adapter's folder and compare it with the model; the adapter is not loaded.
+
+        Raises:
+            InvalidRequest: the folder cannot be read, or holds no adapter that fits this model.
+            Unsupported: this engine holds no adapters.
         """
         ...
 

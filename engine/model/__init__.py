@@ -7,6 +7,7 @@ what their layers keep, it asks the model (`asking`), and checks with the weight
 """
 
 __all__ = [
+    "adapters",
     "asking",
     "attention",
     "attention_choice",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from engine.model.adapters import NAME, joined_pieces
 from engine.model.attention import paged_attention
 from engine.model.fused_kernels import gated, norm_heads, normed, rotate_heads, sum_and_norm
 
@@ -54,6 +55,8 @@ class Beside(nn.Module):
         found.weight = nn.Parameter(weight, requires_grad=False)
         if biases:
             found.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+        if pieces := joined_pieces(self._linear()):
+            setattr(found, NAME, pieces)
         return found
 
     def _linear(self) -> list[nn.Linear]:

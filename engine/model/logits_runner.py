@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.adapters import AdapterFacts
 from baton.cluster import Computes
 from baton.errors import ModelLoadError, in_one_line
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
+from baton.messages import Adapter
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Drawn, Sampled, TokenScores
 from baton.tokenizer_file import end_of_sequence_ids
@@ -70,6 +72,8 @@ class LogitsRunner(ABC):
     runs_ahead = False
     token_s = 0.0
     """See `Runner.token_s`."""
+    max_adapters = 0
+    """See `Runner.max_adapters`."""
     row_by_row: Callable[[], AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
     """Context manager in which a step's tokens and scores are computed."""
     _set_aside = 0
@@ -160,6 +164,14 @@ class LogitsRunner(ABC):
     @abstractmethod
     def close(self) -> None:
         """See `Runner.close`."""
+
+    def check_adapter(self, path: str) -> AdapterFacts:
+        """See `Runner.check_adapter`; only called if there are slots."""
+        raise NotImplementedError
+
+    def load_adapter(self, adapter: Adapter, slot: int) -> None:
+        """See `Runner.load_adapter`; only called if there are slots."""
+        raise NotImplementedError
 
     def recover(self) -> None:
         """See `Runner.recover`."""

@@ -42,7 +42,10 @@ class RankStep(NamedTuple):
 def order_for_packing(parts: Sequence[StepPart]) -> list[int]:
     """Return the parts' indices in packed order: segments first, then decodes with their drafts.
 
-    Decodes of equal length are adjacent.
+    Decodes of equal length are adjacent, and among them those with the same adapter.
     """
     lengths = [length if (length := len(p.token_ids)) == p.num_drafts + 1 else 0 for p in parts]
+    adapters = [part.adapter for part in parts]
+    if any(adapters):
+        return sorted(range(len(parts)), key=list(zip(lengths, adapters, strict=True)).__getitem__)
     return sorted(range(len(parts)), key=lengths.__getitem__)

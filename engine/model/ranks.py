@@ -36,6 +36,7 @@ from baton import garbage
 from baton.errors import ModelLoadError
 from baton.parent import die_with
 from engine.core.runner import ignore_layer
+from engine.model.adapters import AdapterForRanks
 from engine.model.rank_step import RankStep
 from engine.model.transformers_model import ModelRank
 
@@ -63,6 +64,8 @@ class OtherRanks:
     def __init__(self, model: ModelConfig, engine: EngineConfig, caches: Sequence[KVCache]) -> None:
         self._ending = threading.Event()
         self._ready = False
+        self._sending = threading.Lock()
+        """Held while a message is sent to all ranks: they receive messages in the same order."""
         with socket.create_server(("127.0.0.1", 0)) as server:  # TCPStore would listen on all addresses
             port = server.getsockname()[1]
             store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=server.detach())
@@ -99,12 +102,21 @@ class OtherRanks:
         process.
         """
         try:
-            for pipe in self._pipes:
-                pipe.send(step)
+            with self._sending:
+                for pipe in self._pipes:
+                    pipe.send(step)
             yield
         except Exception:
             logger.exception("rank 0 failed within a step")
             self._die("rank 0 failed within a step")
+
+    def load_adapter(self, adapter: AdapterForRanks) -> None:
+        """Have the other ranks load an adapter before the steps that are computed from now on. May be called while a
+        step is computed.
+        """
+        with self._sending:
+            for pipe in self._pipes:
+                pipe.send(adapter)
 
     def close(self) -> None:
         """Stop the processes; idempotent."""
@@ -155,7 +167,12 @@ def _run(
     pipe.send(None)
     with contextlib.suppress(EOFError):
         while True:
-            model_rank.compute(pipe.recv(), ignore_layer)
+            message = pipe.recv()
+            if isinstance(message, AdapterForRanks):
+                assert model_rank.adapters is not None, "this rank has no adapters"
+                model_rank.adapters.load_from(message)
+            else:
+                model_rank.compute(message, ignore_layer)
     os._exit(0)  # without leaving the group, for which NCCL might wait
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +26,7 @@ from baton.model_files import require_runnable
 from engine.core.faults import Fault, fault_of
 from engine.core.runner import OnLayerDone, ignore_layer
 from engine.model import pretrained, self_check
+from engine.model.adapters import AdapterRows, ModelAdapters, rows_with_adapters
 from engine.model.asking import AskedModel
 from engine.model.attention import ATTENTION_NAME, begun_blocks, entered_blocks, set_step
 from engine.model.attention_choice import AttentionWish, TorchAttention, attention_of, decode_graphs
@@ -66,6 +69,8 @@ class _Prepared(NamedTuple):
     states: StateRows | None
     """None: the model has no states."""
     attention: AttentionStep
+    adapters: AdapterRows | None
+    """Tokens with adapters; None: there are none."""
 
 
 OF_QUANTIZED = ("weight_scale", "weight_scale_inv", "_blocks", "_scales", "qweight")
@@ -138,13 +143,21 @@ class ModelRank:
         attentions = {m.layer_idx: m for m in self.model.modules() if hasattr(m, EXPAND)}
         self._latent = {i: attentions[i] for i, layer in asked.shape.layers.items() if layer.is_latent}
         self._absorb()
+        self.adapters = ModelAdapters.of(self.model, engine)
         self.needs_whole_prompts = self._require_own_logits()
-        self._fused = fuse(self.model, engine.tensor_parallel, has_states=bool(asked.shape.states))
+        self._fused = self._with_replaced_modules(model, engine)
+        self.use(cache)
+
+    def _with_replaced_modules(self, model: ModelConfig, engine: EngineConfig) -> Fused:
+        """Replace modules of the checked model as settings and device allow."""
+        fused = fuse(self.model, engine.tensor_parallel, has_states=bool(self._shape.states))
         if model.weights == "fp8":
             quantize(self.model)
         if engine.batch_invariant:
             make_invariant(self.model)
-        self.use(cache)
+        if self.adapters is not None:
+            self.adapters.make()
+        return fused
 
     def use(self, cache: KVCache) -> None:
         """Replace the cache by one of the same shape on the same device. The old one must not be in use any more."""
@@ -163,7 +176,11 @@ class ModelRank:
         """Implementations that were chosen by tests on this device."""
         device = self.cache.device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        return chosen(gpu, self._attention, self._found_graphs, self._fused)
+        found = chosen(gpu, self._attention, self._found_graphs, self._fused)
+        if self.adapters is None or not found.num_graphs:
+            return found
+        slower = fallback("decode steps with adapters are no CUDA graphs", "the adapters of a step are not in a graph")
+        return replace(found, fallbacks=(*found.fallbacks, slower))
 
     @torch.inference_mode()
     def compute(self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None = None) -> torch.Tensor:
@@ -178,7 +195,7 @@ class ModelRank:
             `[rows or 1, vocabulary]`: the logits of `logit_rows`.
         """
         self.cache.copy_blocks(step.copies)
-        if self._graphs is not None:
+        if self._graphs is not None and not any(part.adapter for part in step.parts):
             logits = self._graphs.compute(step, on_layer_done, filling, self._numbers)
             if logits is not None:
                 return logits
@@ -204,6 +221,7 @@ class ModelRank:
                 StateRows.of(each.parts, numbers) if self._shape.states else None,
                 # A layer is done for all tokens of the step in the last pass only.
                 self._attention.step(each.parts, on_layer_done if index == last else ignore_layer, numbers),
+                None if self.adapters is None else rows_with_adapters(each.parts, numbers),
             )
             for index, (each, rows) in enumerate(zip(passes, wanted.rows, strict=True))
         ]
@@ -224,6 +242,8 @@ class ModelRank:
         if takes_rows := self._takes_rows and not each.is_stacked:
             given["logits_to_keep"] = prepared.rows
         set_step(prepared.attention)
+        if self.adapters is not None:
+            self.adapters.begin(prepared.adapters, len(prepared.token_ids))
         if prepared.states is None:
             logits: torch.Tensor = self.model(**given).logits
         else:
@@ -268,7 +288,7 @@ class ModelRank:
         """
         parts = self_check.Parts(self.model)
         try:
-            with parts.recorded():
+            with parts.recorded(), self.adapters.watched() if self.adapters is not None else nullcontext():
                 found = torch.cat([self._forward(step, ignore_layer) for step in steps])
         except ModelLoadError:
             raise

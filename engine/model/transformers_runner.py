@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.adapters import AdapterFacts, load_registered, read_adapter
 from baton.blocks import num_blocks_for
 from baton.cluster import Computes, fallback
 from baton.errors import ConfigError, ModelLoadError, in_one_line
+from baton.messages import Adapter
 from baton.sampling import SamplingParams
 from engine.core.faults import Fault, fault_of
 from engine.core.kv_spec import EMPTY_PLACE, INT8, KVSpec
@@ -28,6 +30,7 @@ from engine.core.runner import (
 )
 from engine.core.scheduler import MAX_SCORED
 from engine.model import device_memory
+from engine.model.adapters import AdapterForRanks, AdapterWeights
 from engine.model.attention_choice import SEVERAL_RANKS
 from engine.model.batch_invariance import RowByRow, refuse_unkept
 from engine.model.fp8_linear import refuse_fp8
@@ -72,7 +75,13 @@ class TransformersRunner(LogitsRunner):
     ) -> None:
         if engine.kv_dtype == INT8:
             raise ConfigError("engine.kv_dtype int8 needs the native step; set float32, bfloat16, fp8 or auto")
+        if engine.max_adapters and model.weights == "fp8":
+            raise ConfigError(
+                f"engine.max_adapters {engine.max_adapters} is not supported with model.weights fp8, whose products "
+                "are computed from rounded inputs; set one of them to its default"
+            )
         self._set_aside = set_aside
+        self.max_adapters = engine.max_adapters
         devices = _devices(model.device, engine.tensor_parallel)
         config = load_config(model.path)
         text = config.get_text_config(decoder=True)
@@ -189,6 +198,23 @@ class TransformersRunner(LogitsRunner):
         with self.row_by_row():
             tokens = self._sampler.tokens(logits[: len(parts)], rows_of(parts))
         return DeviceStep.of(step, parts, tokens)
+
+    def check_adapter(self, path: str) -> AdapterFacts:
+        """See `Runner.check_adapter`."""
+        assert self.rank.adapters is not None, "this runner has no adapters"
+        facts = read_adapter(path)
+        self.rank.adapters.require_fit(facts)
+        return facts
+
+    def load_adapter(self, adapter: Adapter, slot: int) -> None:
+        """See `Runner.load_adapter`."""
+        assert self.rank.adapters is not None, "this runner has no adapters"
+        facts, content = load_registered(adapter)
+        self.rank.adapters.require_fit(facts)
+        weights = AdapterWeights.of(facts, content, self.rank.model.dtype)
+        if self._others is not None:
+            self._others.load_adapter(AdapterForRanks(slot, facts, content))
+        self.rank.adapters.load(slot, weights)
 
     def close(self) -> None:
         """See `Runner.close`."""

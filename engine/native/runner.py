@@ -232,6 +232,8 @@ def _require_settings(model: ModelConfig, engine: EngineConfig) -> None:
     """Raise NotNative for settings of another device, data type or number of ranks."""
     if engine.tensor_parallel > 1:
         raise NotNative(f"engine.tensor_parallel is {engine.tensor_parallel}, and the native step has one rank")
+    if engine.max_adapters:
+        raise NotNative(f"engine.max_adapters is {engine.max_adapters}, and the native step computes no adapters")
     if model.device == "cuda" or (model.device == "auto" and torch.cuda.is_available()):
         raise NotNative("the native step computes on CPUs, and this model is on a GPU")
     if model.dtype not in ("auto", "float32"):

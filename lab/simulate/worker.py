@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from baton.cluster import Computes, WorkerLoad, WorkerState
-from baton.messages import SequenceSpec
+from baton.messages import Adapter, SequenceSpec
 from baton.sampling import SamplingParams
 from baton.scores import Sampled
 from engine.core.engine import Engine
@@ -88,6 +88,7 @@ class CostlyRunner:
 
     runs_ahead = False
     token_s = 0.0
+    max_adapters = 0
     computes = Computes()
 
     def __init__(self, shape: WorkerShape) -> None:
@@ -109,6 +110,14 @@ class CostlyRunner:
     def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> ComputedStep:
         """See `Runner.launch`."""
         return ComputedStep(self.execute(step, on_layer_done))
+
+    def check_adapter(self, path: str) -> NoReturn:
+        """Refuse: nothing is computed here."""
+        raise NotImplementedError
+
+    def load_adapter(self, adapter: Adapter, slot: int) -> NoReturn:
+        """Refuse: there are no slots."""
+        raise NotImplementedError
 
     def recover(self) -> None:
         """Do nothing: there is no device."""

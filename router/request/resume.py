@@ -249,6 +249,8 @@ def digest_of(content_id: str, spec: SequenceSpec) -> bytes:
     asked = (content_id, spec.num_prompt_tokens, spec.sampling.asked)
     digest = hashlib.blake2b(repr(asked).encode(), key=spec.key_seed, digest_size=DIGEST_BYTES)
     digest.update(array("I", spec.token_ids).tobytes())
+    for image in spec.images:
+        digest.update(image.digest + array("I", (image.offset, image.num_tokens, *image.grid)).tobytes())
     return digest.digest()
 
 

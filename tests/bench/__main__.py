@@ -17,6 +17,7 @@ from tests.bench.report import Report, as_json, show
 from tests.bench.stats import OtherWork, machine
 
 BENCHMARKS = (
+    "adapters",
     "any_precision",
     "autoscale",
     "bookkeeping",

@@ -30,7 +30,7 @@ from engine.core.beams import BeamSearch
 from engine.sampling.pipeline import Sampler
 from engine.sampling.row import Row
 from engine.sampling.structure import Structures
-from engine.testing import modulus, sampled_of
+from engine.testing import adapter_number, modulus, sampled_of
 from router.prompt import Tokenizer, in_tokens
 from tests.support.asking import prompt_of
 
@@ -276,18 +276,21 @@ def stopped_by(request: GenerateRequest, answer: Answer, share: float) -> Genera
     return replace(request, sampling={**request.sampling, "stop": (choice.text[begin : begin + 6],)})
 
 
-def expected(request: GenerateRequest) -> list[tuple[int, ...]]:
+def expected(request: GenerateRequest, adapter: str = "") -> list[tuple[int, ...]]:
     """The tokens of every choice, worked out without a cache and without a cluster.
+
+    Args:
+        adapter: digest of the adapter that answers; empty: the model itself.
 
     Stop strings are not known here: an answer that one of them ends is the beginning of what is returned.
     """
     assert isinstance(request.prompt, TokenIds)
     if request.sampling.get("use_beam_search"):
-        return _searched(request)
-    return [_expected(request, index) for index in range(request.sampling.get("n", 1))]
+        return _searched(request, adapter)
+    return [_expected(request, index, adapter) for index in range(request.sampling.get("n", 1))]
 
 
-def _searched(request: GenerateRequest) -> list[tuple[int, ...]]:
+def _searched(request: GenerateRequest, adapter: str) -> list[tuple[int, ...]]:
     """The best answers of a beam search."""
     assert isinstance(request.prompt, TokenIds)
     params = in_tokens(replace(SamplingParams(seed=0), **request.sampling), _tokenizer())
@@ -298,21 +301,22 @@ def _searched(request: GenerateRequest) -> list[tuple[int, ...]]:
     search = BeamSearch.of(spec, frozenset({0}), len(prompt) + spec.max_tokens)
     while not search.is_over:
         texts = [(*prompt, *beam.token_ids) for beam in search.running]
-        answers = [sum((position + 1) * token for position, token in enumerate(text)) % MODULUS for text in texts]
+        sums = (sum((position + 1) * token for position, token in enumerate(text)) for text in texts)
+        answers = [(each + adapter_number(adapter)) % MODULUS for each in sums]
         rows = [Row(params, 0, len(text), len(prompt), text if params.needs_history else ()) for text in texts]
         found = sampled_of(answers, rows, sampler, VOCAB_SIZE).candidates
         search, _ = search.advance([found[row] for row in range(len(rows))])
     return [beam.token_ids for beam in search.finished[: params.n]]
 
 
-def _expected(request: GenerateRequest, choice_index: int) -> tuple[int, ...]:
+def _expected(request: GenerateRequest, choice_index: int, adapter: str) -> tuple[int, ...]:
     assert isinstance(request.prompt, TokenIds)
     prompt, sampling = request.prompt.ids, request.sampling
     params = SamplingParams(seed=0)
     params = in_tokens(replace(params, **sampling), _tokenizer())
     sampler = Sampler({0}, _structures())
     tokens = list(prompt)
-    weighted = sum((position + 1) * token for position, token in enumerate(tokens))
+    weighted = adapter_number(adapter) + sum((position + 1) * token for position, token in enumerate(tokens))
     for _ in range(sampling["max_tokens"]):
         position = len(tokens)
         row = Row(params, choice_index, position, len(prompt), tuple(tokens) if params.needs_history else ())

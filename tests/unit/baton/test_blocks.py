@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.blocks import block_keys, cache_seed, content_id, num_blocks_for, num_pullable
-from baton.messages import Adapter, SequenceSpec
+from baton.messages import Adapter, PlacedImage, SequenceSpec
 from tests.support.builders import sequence_spec
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=200)
@@ -75,6 +75,23 @@ def test_a_sequence_has_the_keys_of_its_scope_and_its_adapters_weights() -> None
     assert moved.block_keys(tokens) == with_adapter[0].block_keys(tokens), "a name and a folder are not content"
     elsewhere = replace(with_adapter[0], cache_seed=b"another tenant's")
     assert elsewhere.block_keys(tokens)[0] not in firsts
+
+
+def test_images_name_the_blocks_that_they_are_in_and_all_after_them() -> None:
+    cat = PlacedImage(digest=b"c" * 16, offset=20, num_tokens=30, grid=(1, 4, 6))
+    tokens = [1] * 20 + [9] * 30 + [2] * 30
+    with_cat = replace(spec_of(80), images=(cat,))
+    keys = with_cat.block_keys(tokens)
+    assert keys[:1] == spec_of(80).block_keys(tokens)[:1]
+    others = (replace(cat, digest=b"d" * 16), replace(cat, grid=(1, 6, 4)), replace(cat, offset=21))
+    for other in others:
+        found = replace(with_cat, images=(other,)).block_keys(tokens)
+        assert found[:1] == keys[:1]
+        assert not set(found[1:]) & set(keys[1:])
+    assert keys[:3] + with_cat.block_keys(tokens, keys[:3]) == keys, "also where the known keys end in an image"
+    assert with_cat.block_keys(tokens, end=40) == keys[:2]
+    assert with_cat.prefix(40).block_keys(tokens[:40]) == keys[:2]
+    assert with_cat.prefix(20).images == ()
 
 
 def test_the_keys_of_a_sequence_go_on_after_the_known_ones() -> None:

@@ -20,7 +20,7 @@ from baton.blocks import num_blocks_for
 from baton.cluster import BlockCounts
 from baton.config import OWN_SETTINGS
 from baton.costs import PRIOR
-from baton.errors import BatonError, DeviceLost
+from baton.errors import BatonError, DeviceLost, Unsupported
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
 from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
@@ -139,6 +139,11 @@ class ScriptedEngine:
             sequence.has_left = True
             self.give_back(sequence)
             assert task.cancelled() or task.exception() is None, task
+
+    max_adapters = 0
+
+    async def check_adapter(self, path: str) -> NoReturn:
+        raise Unsupported("this engine holds no adapters")
 
     def max_waiting(self, spec: SequenceSpec) -> float:
         return 100

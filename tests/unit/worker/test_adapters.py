@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 
+from baton.adapters import AdapterFacts
 from baton.errors import InvalidRequest, Overloaded, Unsupported
-from baton.registered_adapters import CheckedAdapter
 from baton.v1 import worker_pb2
 from worker.adapters import AdapterChecks
 from worker.calls import CallServicer
 
-FACTS = CheckedAdapter(digest="ab" * 32, rank=8, num_bytes=4096)
+FACTS = AdapterFacts(path="/adapters/one", digest="ab" * 32, rank=8, targets=(), num_bytes=4096)
 
 
 class Engine:
@@ -23,7 +23,7 @@ class Engine:
         self.asked: list[str] = []
         self.may_answer = asyncio.Event()
 
-    async def check(self, path: str) -> CheckedAdapter:
+    async def check(self, path: str) -> AdapterFacts:
         self.asked.append(path)
         await self.may_answer.wait()
         if path == "/bad":

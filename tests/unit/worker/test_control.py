@@ -15,7 +15,7 @@ from baton import wire
 from baton.cluster import Role, WorkerState
 from baton.errors import InvalidRequest, WorkerDraining
 from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
-from baton.messages import DecodeRequest, Event, Migrate, NewTokens, SequenceSpec, StartCall
+from baton.messages import DecodeRequest, Event, Migrate, NewTokens, PlacedImage, SequenceSpec, StartCall
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
 from baton.tasks import cancel_and_wait
@@ -200,3 +200,27 @@ async def test_a_time_that_no_timer_takes_is_refused_and_the_worker_stays(timeou
     with pytest.raises(InvalidRequest, match="timeout_s must be 0 to 604800"):
         await control.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=timeout_s), context)
     assert (member.role, member.state) == (Role.DECODE, WorkerState.READY)
+
+
+IMAGE = PlacedImage(digest=b"i" * 16, offset=1, num_tokens=4, grid=(1, 4, 4))
+
+
+def test_images_that_lie_in_the_prompt_are_served() -> None:
+    spec = sequence_spec((5,) * 12, max_tokens=4)
+    require_servable(replace(spec, images=(IMAGE, replace(IMAGE, offset=5, num_tokens=7))))
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        (replace(IMAGE, digest=b"i" * 15),),
+        (replace(IMAGE, num_tokens=0),),
+        (replace(IMAGE, grid=(1,) * 4),),
+        (replace(IMAGE, num_tokens=12),),
+        (IMAGE, replace(IMAGE, offset=4)),
+        (replace(IMAGE, offset=6), IMAGE),
+    ],
+)
+def test_images_that_have_no_place_of_their_own_are_refused(images: tuple[PlacedImage, ...]) -> None:
+    with pytest.raises(InvalidRequest, match="its images must have"):
+        require_servable(replace(sequence_spec((5,) * 12, max_tokens=4), images=images))

@@ -839,3 +839,14 @@ def test_registered_adapters_are_listed_by_name() -> None:
     assert [each["name"] for each in shown] == ["poet", "prose"]
     poet = {"path": "/adapters/poet", "digest": "ab" * 32, "rank": 8, "num_bytes": 4096, "since_s": 1_700_000_000.0}
     assert shown[0] == {"name": "poet", **poet}
+
+
+def test_adapter_and_images_of_a_sequence_arrive() -> None:
+    images = tuple(
+        m.PlacedImage(digest=bytes([n] * 16), offset=3 * n, num_tokens=2, grid=(1, n, 4)) for n in range(1, 3)
+    )
+    adapter = m.Adapter(name="cats", path="/adapters/cats", digest="ab", rank=8)
+    spec = dataclasses.replace(builders.sequence_spec(range(12), "r"), adapter=adapter, images=images)
+    message = worker_pb2.SequenceSpec()
+    wire.write_sequence(spec, message)
+    assert wire.sequence_from_pb(message) == spec

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from baton.adapters import AdapterFacts
 from baton.cluster import Worker, WorkerLoad, WorkerState
 from baton.errors import BatonError, InvalidRequest, ModelNotFound, NoWorker, Overloaded, Unsupported, WorkerFailed
-from baton.registered_adapters import CheckedAdapter
 from kvstore.adapters import MemoryAdapters
 from kvstore.index import MemoryStore
 from router.api.adapter_orders import AdapterOrders
@@ -20,7 +20,7 @@ from tests.unit.router.dispatch.test_worker_client import served
 from worker.adapters import AdapterChecks
 from worker.calls import CallServicer
 
-FACTS = CheckedAdapter(digest="ab" * 32, rank=8, num_bytes=4096)
+FACTS = AdapterFacts(path="/adapters/poet", digest="ab" * 32, rank=8, targets=(), num_bytes=4096)
 
 
 @dataclass
@@ -28,13 +28,13 @@ class Cluster:
     """Workers behind one address, which answer what they are told to."""
 
     orders: AdapterOrders
-    answers: list[CheckedAdapter | BatonError] = field(default_factory=list)
+    answers: list[AdapterFacts | BatonError] = field(default_factory=list)
     """Answers to the next checks; afterwards FACTS."""
     asked: list[str] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
     lease: Callable[..., Worker] = worker
 
-    async def check(self, path: str) -> CheckedAdapter:
+    async def check(self, path: str) -> AdapterFacts:
         self.asked.append(path)
         answer = self.answers.pop(0) if self.answers else FACTS
         if isinstance(answer, BatonError):

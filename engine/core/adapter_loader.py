@@ -1,0 +1,148 @@
+"""Loads adapters for the sequences that wait for them, one at a time, in a thread.
+
+Sequences wait here before the engine knows them, so they hold no blocks meanwhile, and sequences that hold blocks never
+wait here: neither can wait for the other forever. Adapters are loaded in the order in which they were first wanted; all
+sequences of one adapter wait for the same load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError, WorkerFailed, in_one_line
+from baton.messages import Adapter
+from baton.tasks import seen_through
+from engine.core.adapters import AdapterSlots
+
+logger = logging.getLogger(__name__)
+LATEST = 0.3
+"""Weight of the latest load in the mean load time."""
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """An adapter that sequences wait for."""
+
+    adapter: Adapter
+    waiting: list[asyncio.Future[int]] = field(default_factory=list)
+    """A future for each sequence, which receives its slot."""
+
+
+class AdapterLoader:
+    """Gives sequences the slots of their adapters.
+
+    Args:
+        slots: the slots; sequences that have one are pinned there.
+        load: reads an adapter and puts it into a slot; called in a thread, also while a step runs that does not use
+            the slot.
+
+    Attributes:
+        load_s: recent mean time to load an adapter, in seconds; 0: none was loaded yet.
+    """
+
+    def __init__(self, slots: AdapterSlots, load: Callable[[Adapter, int], None]) -> None:
+        self.load_s = 0.0
+        self._slots = slots
+        self._load = load
+        self._thread: ThreadPoolExecutor | None = None
+        self._wanted: dict[str, _Wanted] = {}
+        """By digest, in the order in which they are loaded."""
+        self._loading: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences that wait for an adapter."""
+        return sum(len(wanted.waiting) for wanted in self._wanted.values())
+
+    async def slot_of(self, adapter: Adapter) -> int:
+        """Wait until an adapter is loaded. Return its slot, pinned; the caller unpins it.
+
+        Raises:
+            WorkerFailed: this worker cannot read the adapter.
+            InvalidRequest: its folder holds something else than what was registered.
+            BatonError: see `hand_back`.
+        """
+        if adapter.digest not in self._wanted and (slot := self._slots.pin(adapter.digest)) is not None:
+            return slot
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        wanted = self._wanted.setdefault(adapter.digest, _Wanted(adapter))
+        wanted.waiting.append(future)
+        self.advance()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._slots.unpin(future.result())
+            elif future in wanted.waiting:
+                wanted.waiting.remove(future)
+            self.advance()
+            raise
+
+    def advance(self) -> None:
+        """Give slots to sequences and start the next load, if possible. Call it whenever a slot was unpinned."""
+        while self._wanted and self._loading is None:
+            digest, wanted = next(iter(self._wanted.items()))
+            if not wanted.waiting:
+                del self._wanted[digest]
+                self._slots.stay()
+            elif self._slots.is_loaded(digest):
+                self._slots.stay()
+                self._give(digest)
+            elif (slot := self._slots.reserve(digest)) is not None:
+                self._loading = asyncio.create_task(self._loaded(wanted.adapter, slot), name="adapter")
+            else:
+                return
+
+    def hand_back(self, reason: BatonError) -> None:
+        """Raise `reason` in `slot_of` of all sequences that wait now."""
+        for wanted in self._wanted.values():
+            _fail(wanted, reason)
+        self.advance()
+
+    async def close(self) -> None:
+        """Hand all back that wait, and wait for the load in progress."""
+        self.hand_back(WorkerFailed("the worker stops"))
+        if self._loading is not None:
+            await seen_through(self._loading)
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+
+    async def _loaded(self, adapter: Adapter, slot: int) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "adapters")
+        began_s = time.monotonic()
+        loading = asyncio.wrap_future(self._thread.submit(self._load, adapter, slot))
+        await seen_through(loading)
+        self._loading = None
+        if (error := loading.exception()) is None:
+            took_s = time.monotonic() - began_s
+            self.load_s += LATEST * (took_s - self.load_s) if self.load_s else took_s
+            self._slots.loaded(adapter.digest)
+            logger.info("adapter %s is loaded into slot %d in %.3f s", adapter.name, slot, took_s)
+            self._give(adapter.digest)
+        else:
+            self._slots.failed(adapter.digest)
+            logger.warning("adapter %s cannot be loaded: %s", adapter.name, error)
+            if not isinstance(error, BatonError):  # the device's, or a defect
+                reason = in_one_line(error) if isinstance(error, Exception) else repr(error)
+                error = WorkerFailed(f"the worker could not load adapter {adapter.name}: {reason}")
+            _fail(self._wanted.pop(adapter.digest), error)
+        self.advance()
+
+    def _give(self, digest: str) -> None:
+        """Give the sequences that wait for a loaded adapter its slot."""
+        for future in self._wanted.pop(digest).waiting:
+            if not future.done() and (slot := self._slots.pin(digest)) is not None:
+                future.set_result(slot)
+
+
+def _fail(wanted: _Wanted, reason: BatonError) -> None:
+    for future in wanted.waiting:
+        if not future.done():
+            future.set_exception(reason)
+    wanted.waiting.clear()
