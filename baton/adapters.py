@@ -76,12 +76,12 @@ ENDS = frozenset({"embed_in", "embed_out", "embed_tokens", "lm_head", "wpe", "wt
 """Names of embeddings and of the output projection."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterTarget:
     """A linear map that an adapter changes."""
 
     module: str
-    """Its name in the model, such as `model.layers.0.self_attn.q_proj`."""
+    """Name of the map in the model, such as `model.layers.0.self_attn.q_proj`."""
     rank: int
     num_in: int
     """Width of its input."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, ModelLoadError
-from baton.weights_files import SUFFIX, loaded_files, read_header
+from baton.weights_files import SUFFIX, TensorHead, loaded_files, read_header
 
 if TYPE_CHECKING:
     from baton.config import GibOrAuto
@@ -124,6 +124,8 @@ def _pools(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+ADAPTERLESS = frozenset({"embed_tokens", "experts", "kv_b_proj", "lm_head"})
+"""Parts of the names of matrices that no adapter changes, of which the large ones matter here."""
 OF_PACKED, PACKED = "_blocks", 2
 """End of the names of tensors of mxfp4 checkpoints, and the numbers in each of their bytes; loading unpacks them."""
 
@@ -136,6 +138,31 @@ def weights_bytes(folder: Path, dtype: str = "") -> int:
             embeddings have a wider type. Empty: as they are stored.
     """
     return sum(_file_bytes(path, SIZES.get(dtype)) for path in _weights_files(folder))
+
+
+def adapters_bytes(folder: Path, number: int, rank: int, dtype: str) -> int:
+    """Return about how many bytes the matrices of adapters take next to a model's weights.
+
+    Args:
+        number: how many adapters.
+        rank: their rank.
+        dtype: see `weights_bytes`.
+    """
+    if not number:
+        return 0
+    width = 0
+    for path in _weights_files(folder):
+        try:
+            heads = read_header(path)
+        except (OSError, ValueError):
+            continue  # loading names it
+        width += sum(sum(head.shape) for name, head in heads.items() if _may_have_adapters(name, head))
+    return number * rank * SIZES[dtype] * width
+
+
+def _may_have_adapters(name: str, head: TensorHead) -> bool:
+    parts = name.split(".")
+    return len(head.shape) == 2 and parts[-1] == "weight" and not ADAPTERLESS.intersection(parts)
 
 
 def _weights_files(folder: Path) -> list[Path]:

@@ -33,7 +33,7 @@ class Adapter:
     name: str
     """Model name under which clients request it."""
     path: str
-    """Path of its folder, which every worker can read."""
+    """Folder of the adapter, which every worker can read."""
     digest: str
     """Digest of its content, hexadecimal. It names the adapter in block keys: a folder with new weights is another
     adapter."""

@@ -51,7 +51,7 @@ class AdapterLoader:
         self._load = load
         self._thread: ThreadPoolExecutor | None = None
         self._wanted: dict[str, _Wanted] = {}
-        """By digest, in the order in which they are loaded."""
+        """Adapters by digest, in the order in which they are loaded."""
         self._loading: asyncio.Task[None] | None = None
 
     @property

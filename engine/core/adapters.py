@@ -38,7 +38,7 @@ class AdapterSlots:
         self.num_slots = num_slots
         self.leaving: str | None = None
         self._slots: dict[str, _Slot] = {}
-        """By digest; the one used longest ago is first."""
+        """Slots by digest; the one used longest ago is first."""
         self._digests: dict[int, str] = {}
         """Digest of each slot that is taken, by number."""
         self._free = list(range(num_slots, 0, -1))

@@ -152,6 +152,8 @@ class EngineLoop:
             await self._prepare(spec)
         slot = await self._slot_of(spec, purpose)
         try:
+            if (lost := self._lost) is not None:  # since it has begun to wait
+                raise lost
             sequence = self.engine.add(spec, purpose, arrived_s, slot)
         except BaseException:
             if slot:
@@ -176,11 +178,7 @@ class EngineLoop:
             return 0
         refuse_without_slots(self.max_adapters)
         require_computable(spec, self.engine.runner)
-        slot = await self._adapters.slot_of(spec.adapter)
-        if self._lost is not None:
-            self.engine.adapters.unpin(slot)
-            raise self._lost
-        return slot
+        return await self._adapters.slot_of(spec.adapter)
 
     async def check_adapter(self, path: str) -> AdapterFacts:
         """See `ServingEngine.check_adapter`."""

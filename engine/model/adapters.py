@@ -33,6 +33,7 @@ from torch.nn.functional import grouped_mm
 from baton.adapters import AdapterFacts, AdapterTarget, require_rank
 from baton.errors import InvalidRequest, ModelLoadError, in_one_line
 from engine.core.runner import StepPart
+from engine.model.kv_cache import lazy_zeros
 from engine.uploads import StepNumbers
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ class ModelAdapters:
         """Whether the calls of each map that were watched had the step's tokens as rows, by name."""
         self._maps: list[_Map] = []
         self._stacks: dict[str, _Stack] = {}
-        """By name of the map."""
+        """Matrices of each map, by its name."""
         self._ranks = [0] * num_slots
         """Rank of the adapter in each slot."""
         self._changed: list[_Map] = []
@@ -311,7 +312,8 @@ class ModelAdapters:
         num_out, num_in = piece.end - piece.begin, weight.shape[1]
         widths = (local.shape[1], local.shape[0] if split == 0 else num_out)
         rank = _padded(self._max_rank, local.element_size())
-        a, b = (local.new_zeros(self._num_slots, rank, width) for width in widths)
+        zeros = lazy_zeros if local.device.type == "cpu" else torch.zeros
+        a, b = (zeros(self._num_slots, rank, width, dtype=local.dtype, device=local.device) for width in widths)
         return _Stack(piece.name, (num_in, num_out), split, piece.begin, (a, b))
 
     def require_fit(self, facts: AdapterFacts) -> None:

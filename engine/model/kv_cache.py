@@ -96,7 +96,7 @@ class KVCache:
         self.device = device or torch.device("cpu")
         zeros: Callable[..., torch.Tensor] = torch.zeros
         if self.device.type == "cpu":
-            zeros = _shared_zeros if shared else _lazy_zeros
+            zeros = _shared_zeros if shared else lazy_zeros
         self.groups = [
             zeros(len(g.layers), number, g.row_numel, dtype=torch_dtype(g.dtype), device=self.device)
             for g, number in zip(spec.groups, self.table_sizes, strict=False)
@@ -147,8 +147,12 @@ class KVCache:
             self.groups[copy.group][:, copy.target] = self.groups[copy.group][:, copy.source]
 
 
-def _lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros on a CPU, page-aligned. Unlike `torch.zeros`, memory is allocated when it is first used."""
+def lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros on a CPU, page-aligned. Unlike `torch.zeros`, memory is allocated when it is first used.
+
+    Raises:
+        ModelLoadError: the system does not promise so much.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:
         return torch.zeros(*shape, dtype=dtype)
@@ -156,7 +160,8 @@ def _lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise ModelLoadError(
-            f"this machine does not have {num_bytes / 2**30:.1f} GiB for KV ({error}); lower engine.kv_cache_gib"
+            f"this machine does not have {num_bytes / 2**30:.1f} GiB for KV or adapters ({error}); lower "
+            "engine.kv_cache_gib or engine.max_adapters"
         ) from error
     with contextlib.suppress(AttributeError, OSError):  # not available on this system or kernel
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -164,6 +169,6 @@ def _lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def _shared_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros on a CPU that processes may share. Unlike `_lazy_zeros`, all memory is allocated at once."""
+    """Return zeros on a CPU that processes may share. Unlike `lazy_zeros`, all memory is allocated at once."""
     storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=dtype).set_(storage).view(shape)

@@ -16,7 +16,7 @@ import torch
 from baton.adapters import AdapterFacts
 from baton.cluster import Computes
 from baton.errors import ModelLoadError, in_one_line
-from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
+from baton.memory import GIB, PROCESS_BYTES, Room, adapters_bytes, available_memory, weights_bytes
 from baton.messages import Adapter
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Drawn, Sampled, TokenScores
@@ -283,12 +283,15 @@ def _pool_gib(
     share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
     kept = "fp8" if model.weights == "fp8" else dtype
     weights = weights_bytes(Path(model.path), kept) // len(devices)
+    adapters = adapters_bytes(Path(model.path), engine.max_adapters, engine.max_adapter_rank, dtype)
     if devices[0].type == "cuda":
         free, total = torch.cuda.mem_get_info(devices[0])
         free = min(free, int(share * total))
-        room = Room(free=free, num_pools=1, needed=weights, on_gpu=True, set_aside=set_aside)
+        others = adapters // len(devices)
+        room = Room(free=free, num_pools=1, needed=weights, others=others, on_gpu=True, set_aside=set_aside)
     else:
-        room = Room(free=available_memory(share), num_pools=len(devices), needed=weights + PROCESS_BYTES)
+        free, needed = available_memory(share), weights + PROCESS_BYTES
+        room = Room(free=free, num_pools=len(devices), needed=needed, others=adapters)
     return room.pool_gib(engine.kv_cache_gib)
 
 

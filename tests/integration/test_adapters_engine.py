@@ -472,3 +472,25 @@ def test_rows_of_one_adapter_lie_next_to_each_other() -> None:
 
     parts: Any = [Part(1, 2), Part(5, 3), Part(1, 0), Part(1, 1), Part(1, 2)]
     assert [parts[i].adapter for i in order_for_packing(parts)] == [3, 0, 1, 2, 2]
+
+
+class NoGraphs:
+    """Stands for a rank's graphs, and notes which steps it was given."""
+
+    def __init__(self) -> None:
+        self.num_slots = list[set[int]]()
+
+    def compute(self, step: RankStep, *_: Any) -> None:
+        self.num_slots.append({part.adapter for part in step.parts})
+
+
+async def test_only_steps_without_adapters_are_graphs(tmp_path: Path) -> None:
+    save_untied("llama", {}, tmp_path / "model")
+    adapter = save_adapter(tmp_path / "one", {"model.layers.0.self_attn.q_proj": (64, 64)})
+    runner = make_runner_of(tmp_path / "model")
+    runner.rank._graphs = graphs = NoGraphs()  # type: ignore[assignment]
+    async with looped(runner) as loop:
+        await asyncio.gather(*(answer(loop, spec_of(f"{i}", [1, 2], each)) for i, each in enumerate((None, adapter))))
+        await answer(loop, spec_of("later", [1, 2], None))
+    assert graphs.num_slots.count({0}) >= 8
+    assert graphs.num_slots.count({0}) == len(graphs.num_slots)

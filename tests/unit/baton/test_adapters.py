@@ -22,6 +22,7 @@ from baton.adapters import (
     read_adapter,
 )
 from baton.errors import InvalidRequest, WorkerFailed
+from baton.memory import adapters_bytes
 from tests.support.adapters import ONE, registered, save_adapter, save_config, save_tensors
 
 Q, V = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
@@ -31,7 +32,10 @@ TWO = {Q: (8, 16), V: (8, 4)}
 def test_a_folder_says_rank_shapes_and_scaling_of_each_target(tmp_path: Path) -> None:
     save_adapter(tmp_path, TWO, 4, lora_alpha=6)
     facts = read_adapter(str(tmp_path))
-    assert facts.targets == (AdapterTarget(Q, 4, 8, 16, 1.5), AdapterTarget(V, 4, 8, 4, 1.5))
+    assert facts.targets == (
+        AdapterTarget(module=Q, rank=4, num_in=8, num_out=16, scaling=1.5),
+        AdapterTarget(module=V, rank=4, num_in=8, num_out=4, scaling=1.5),
+    )
     assert (facts.rank, facts.path, len(facts.digest)) == (4, str(tmp_path), 32)
     assert facts.num_bytes == (tmp_path / WEIGHTS_FILE).stat().st_size
     assert facts.targets[0].names == (f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight")
@@ -53,6 +57,17 @@ def test_a_folder_says_rank_shapes_and_scaling_of_each_target(tmp_path: Path) ->
 def test_the_scaling_is_that_of_peft(config: dict[str, Any], scalings: tuple[float, ...], tmp_path: Path) -> None:
     save_adapter(tmp_path, TWO, 4, **config)
     assert tuple(target.scaling for target in read_adapter(str(tmp_path)).targets) == scalings
+
+
+def test_the_matrices_of_adapters_are_part_of_the_need_of_memory(tmp_path: Path) -> None:
+    tensors: dict[str, Any] = {
+        f"{Q}.weight": ((4, 8), bytes(128)),
+        "model.norm.weight": ((8,), bytes(32)),
+        "model.embed_tokens.weight": ((4, 8), bytes(128)),
+    }
+    save_tensors(tmp_path, tensors)
+    assert adapters_bytes(tmp_path, 3, 16, "bfloat16") == 3 * 16 * (4 + 8) * 2
+    assert adapters_bytes(tmp_path, 0, 16, "bfloat16") == 0
 
 
 def test_a_rank_may_differ_by_module(tmp_path: Path) -> None:

@@ -71,6 +71,16 @@ def test_rows_have_nothing_to_do_with_each_other(interpreter: Executor) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("name", ["one KV head", "qwen3", "phi3", "experts"])
+def test_adapters_are_added_to_the_slices_of_merged_projections(name: str, interpreter: Executor) -> None:
+    kind, values, modules = MODELS[name]
+    difference, found, left = interpreter.submit(fused.with_adapters, kind, {**fused.SIZES, **values}).result()
+    assert found == {name: count for name, count in modules.items() if count}
+    assert difference <= 1e-5
+    assert left == 0.0
+
+
+@needs_triton
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_computes_the_same(name: str, interpreter: Executor) -> None:
     """What looks alike and is not is left as it was."""
