@@ -1,13 +1,13 @@
 """Code that every process shares: the types for requests, workers and blocks, and inter-process communication.
 
 The types are in plain modules (`api`, `messages`, `cluster`, `blocks`, `sampling`, `structure`, `scores`, `hypotheses`,
-`chat`, `call_arguments`, `tools`, `quota`, `addresses`, `timelines`, `errors`); settings are in `config`. `grammar`
-compiles structures for router and engine, `json_schema` and `dead_ends` find the parts of a schema that cannot be
-enforced, `template` renders chats, and `sandbox` limits the resources of both. Protobuf stops at `wire`; `rpc` is gRPC;
-`trust` authenticates the members of a cluster; `tls` has the certificates. `plain_files`, `weights_files`,
-`tokenizer_file` and `own_files` read untrusted files, `tokenizer_classes` lists transformers' replacements for a
-tokenizer's file, and `visible` escapes untrusted text. `telemetry` declares every metric, and `v1` is generated from
-`proto/`. This package imports no other package of the product.
+`registered_adapters`, `chat`, `call_arguments`, `tools`, `quota`, `addresses`, `timelines`, `errors`); settings are in
+`config`. `grammar` compiles structures for router and engine, `json_schema` and `dead_ends` find the parts of a schema
+that cannot be enforced, `template` renders chats, and `sandbox` limits the resources of both. Protobuf stops at `wire`;
+`rpc` is gRPC; `trust` authenticates the members of a cluster; `tls` has the certificates. `plain_files`,
+`weights_files`, `tokenizer_file` and `own_files` read untrusted files, `tokenizer_classes` lists transformers'
+replacements for a tokenizer's file, and `visible` escapes untrusted text. `telemetry` declares every metric, and `v1`
+is generated from `proto/`. This package imports no other package of the product.
 """
 
 import os
@@ -43,6 +43,7 @@ __all__ = [
     "parent",
     "plain_files",
     "quota",
+    "registered_adapters",
     "rpc",
     "rust",
     "sampling",

@@ -222,12 +222,15 @@ class ModelCard:
 
     id: str
     path: str
+    """Folder of the model or of the adapter."""
     max_model_len: int
     created: int
     weights: str
     """Weight format, as `model.weights` names it."""
     kv_dtype: str
     """Data type of its KV pages, as `engine.kv_dtype` names it."""
+    parent: str = ""
+    """Id of the model that a LoRA adapter adapts; empty: it is no adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +247,7 @@ class Option:
     exposed_s: float
     step_s: float
     cost_s: float
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

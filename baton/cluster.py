@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as _version_of
+from typing import TYPE_CHECKING
 
 from baton.costs import PRIOR, StepCosts
+
+if TYPE_CHECKING:
+    from baton.registered_adapters import Adapters
 
 try:
     VERSION = _version_of("baton-serving")
@@ -16,6 +20,8 @@ except PackageNotFoundError:  # only the sources are there, as on a bare GPU mac
 """Baton's version in this process."""
 MAX_WORKERS = 256
 """Maximum number of workers of a cluster, in both pools together."""
+MAX_LISTED_ADAPTERS = 256
+"""Maximum number of adapters in memory that a worker's lease lists, so that a lease stays short."""
 
 
 class Role(StrEnum):
@@ -209,6 +215,8 @@ class WorkerInfo:
 
     False: its model has states or windows, and it publishes only the keys that all of its pools hold.
     """
+    max_adapters: int = 0
+    """Maximum number of LoRA adapters in memory at a time; 0: it serves none, or its release does not report it."""
 
     @property
     def label(self) -> str:
@@ -255,6 +263,10 @@ class WorkerLoad:
     expert_tokens: tuple[int, ...] = ()
     """Tokens that the worker's model has sent to each expert, over all layers, since the worker started. Empty: the
     experts are not divided among ranks (`engine.expert_parallel`)."""
+    adapters: tuple[str, ...] = ()
+    """Digests of the LoRA adapters in memory, at most `MAX_LISTED_ADAPTERS` of them."""
+    adapter_load_s: float = 0.0
+    """Time to load an adapter, in seconds, as measured; 0: it has loaded none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,3 +400,5 @@ class ClusterStatus:
     """None: the answering router has not read it, or has no permission."""
     certificates: tuple[CertificateTerm, ...] = ()
     """Validity periods of the answering router's certificates; empty: it uses plain text."""
+    adapters: Adapters = field(default_factory=dict)
+    """Registered LoRA adapters by name, as the answering router knows them."""

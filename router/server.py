@@ -25,12 +25,14 @@ from baton.telemetry.instruments import Instruments
 from baton.tls import Tls, endpoint_tls, member_tls
 from baton.trust import KeyFile, Principal, open_keys
 from baton.v1 import admin_pb2_grpc
+from kvstore.adapters import RedisAdapters
 from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, RedisIndex, Seal
 from kvstore.leases import RedisLeases, RedisRecords
 from router.admission import Accounts, Ledger, Limiter, ModelFacts, RedisLedger, SloCounts
 from router.admission.tenants import TenantBook
 from router.admission.tenants_file import TenantsFile
 from router.answer import AnswerFormat
+from router.api.adapter_orders import AdapterOrders
 from router.api.controller_client import ControllerClient
 from router.api.grpc_api import MAX_MESSAGE_BYTES, SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
 from router.api.operations import Operations
@@ -78,6 +80,7 @@ class _Store:
     dependencies: Dependencies
     history: HistoryStore
     """The cluster's history owns and closes it."""
+    adapters: RedisAdapters
 
     @staticmethod
     def connect(config: Config, content: str, keys: KeyFile | None, tls: Tls | None, endpoint: Tls | None) -> _Store:
@@ -104,6 +107,7 @@ class _Store:
             marks=RedisMarks(marks, content, seal=seal),
             dependencies=Dependencies(redis, {"members": tls, "routers": endpoint}),
             history=RedisHistory(history, content, seal=seal),
+            adapters=RedisAdapters(redis, content, keys=keys),
         )
 
     async def close(self) -> None:
@@ -199,12 +203,12 @@ def build(config: Config) -> Router:
     keys = _keys(config)
     tenants = TenantsFile.load(config.router)
     usage_file = UsageFile(config.router.usage_log) if config.router.usage_log else None
-    members, endpoint = member_tls(config.cluster), endpoint_tls(config)
-    tracer = tracing.configure("baton-router", config.router.id, config.telemetry, members, faces_clients=True)
+    link, endpoint = MemberLink(keys, member_tls(config.cluster)), endpoint_tls(config)
+    tracer = tracing.configure("baton-router", config.router.id, config.telemetry, link.tls, faces_clients=True)
     model = _load_model(config)
-    store = _Store.connect(config, model.content_id, keys, members, endpoint)
+    store = _Store.connect(config, model.content_id, keys, link.tls, endpoint)
     pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
-    client, slo_counts, decisions = WorkerClient(keys, members), SloCounts(), DecisionLog()
+    client, slo_counts, decisions = WorkerClient(keys, link.tls), SloCounts(), DecisionLog()
     rpc, grpc_port = _bind(config, tenants, endpoint)
     registry = _registry(config, model, store, pools, client=client, slo_counts=slo_counts, bound=(rpc, grpc_port))
     readiness = Readiness(pools, config.router.mode == "disaggregated", config.router.worker_wait_s, time.monotonic)
@@ -225,12 +229,11 @@ def build(config: Config) -> Router:
         config=config.router,
         slo_counts=slo_counts,
         worker_limit=pools.max_model_len,
+        adapters=lambda: store.adapters.adapters,
     )
     inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port), stall_s=config.router.stall_s)
-    link = MemberLink(keys, members)
     operations = _operations(config, store, registry, service, client=client, instruments=instruments, link=link)
-    admin = AdminServicer(registry.status, service.requests, operations.orders)
-    _add_services(rpc, inference, admin)
+    _add_services(rpc, service, inference, operations)
     return Router(
         config=config,
         tracer=tracer,
@@ -305,6 +308,7 @@ def _registry(
         slo_counts=slo_counts,
         models=(ServedModel(model.facts.id, config.model.path),),
         redis=store.redis,
+        adapters=store.adapters,
         malformed=rpc.malformed,
         dependencies=store.dependencies,
         poll_s=config.index.poll_s,
@@ -312,8 +316,14 @@ def _registry(
     )
 
 
-def _add_services(rpc: RpcServer, inference: InferenceServicer, admin: AdminServicer) -> None:
+def _add_services(
+    rpc: RpcServer,
+    service: RouterService,
+    inference: InferenceServicer,
+    operations: Operations,
+) -> None:
     inference.add_to(rpc.server)
+    admin = AdminServicer(operations.status, service.requests, operations.orders, operations.adapters)
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
 
 
@@ -340,6 +350,7 @@ def _operations(
         classes=config.router.slo_classes,
         orders=ControllerClient(registry.controller, link.keys, link.tls),
         workers=client,
+        adapters=AdapterOrders(store.adapters, client, lambda: registry.status().workers, service.model.facts.id),
     )
 
 

@@ -33,6 +33,7 @@ from opentelemetry.context import Context
 from baton.api import GenerateChunk, GenerateRequest, ModelCard, PromptInput, PromptScores, Truncation
 from baton.config import RouterConfig
 from baton.messages import NewTokens
+from baton.registered_adapters import NO_ADAPTERS, Adapters, RegisteredAdapter
 from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
 from kvstore.leases import Noted, RecordKey
@@ -69,6 +70,7 @@ class RouterService:
     Args:
         slo_counts: the service counts finished requests in it.
         worker_limit: returns the longest sequence that the workers can hold, in tokens; None: not known yet.
+        adapters: returns the registered LoRA adapters, which clients request as models.
 
     Raises:
         ConfigError: the function that `router.moderation` names cannot be loaded.
@@ -87,12 +89,14 @@ class RouterService:
         config: RouterConfig,
         slo_counts: SloCounts,
         worker_limit: Callable[[], int | None] = lambda: None,
+        adapters: Callable[[], Adapters] = lambda: NO_ADAPTERS,
     ) -> None:
         self.model = model
         self.calls = CallsInFlight()
         self.requests = RequestLog(config.id)
         self.bodies = BodyBook(self.requests, instruments, model.facts.id)
         self._worker_limit = worker_limit
+        self._adapters = adapters
         self._dispatcher = dispatcher
         self._limiter = limiter
         self._accounts = accounts
@@ -139,9 +143,37 @@ class RouterService:
         return replace(self.model.facts, max_model_len=limit)
 
     @property
-    def card(self) -> ModelCard:
-        """The model's card, with the limits that currently apply."""
-        return replace(self.model.card, max_model_len=self.facts.max_model_len)
+    def adapters(self) -> Adapters:
+        """The registered LoRA adapters by name; a new mapping after each change."""
+        return self._adapters()
+
+    def card_of(self, name: str) -> ModelCard:
+        """Return the card of a model, with the limits that currently apply; an empty name stands for the served model.
+
+        Raises:
+            ModelNotFound: no model or adapter has this name.
+        """
+        facts = self.facts
+        adapter = check_model(name, facts, self._adapters())
+        card = replace(self.model.card, max_model_len=facts.max_model_len)
+        return card if adapter is None else self._adapter_card(card, self._adapters()[name])
+
+    def cards(self) -> list[ModelCard]:
+        """Return the cards of the served model and of its adapters, ordered by name."""
+        card, adapters = self.card_of(""), self._adapters()
+        return [card, *(self._adapter_card(card, adapters[name]) for name in sorted(adapters))]
+
+    @staticmethod
+    def _adapter_card(card: ModelCard, registered: RegisteredAdapter) -> ModelCard:
+        adapter = registered.adapter
+        return replace(card, id=adapter.name, path=adapter.path, created=int(registered.since_s), parent=card.id)
+
+    def name_of(self, model: str) -> str:
+        """Return the name under which a request is answered and recorded: the served model's, or a known adapter's.
+
+        Other names are not recorded, because clients may send any. `generate` refuses them.
+        """
+        return model if model in self._adapters() else self.model.facts.id
 
     async def generate(
         self,
@@ -160,7 +192,7 @@ class RouterService:
         """
         facts = self.facts.of(tenant)
         with self.requests.keeping(self._settlement(request, tenant, ingress, trace)) as settle:
-            check_model(request.model, facts)
+            adapter = check_model(request.model, facts, self._adapters())
             check_request_id(request.request_id)
             claim = settle.claim = claim_of(request, tenant, self._config, settle.arrived_s)
             key = RecordKey(tenant.id, request.request_id or f"req-{uuid.uuid4().hex}")
@@ -180,7 +212,7 @@ class RouterService:
                 if structure is not params.structured_outputs:
                     params = replace(params, structured_outputs=structure)
                 await settle.charge.book(len(prompt_ids), self._num_to_reserve(request, params))
-                spec = self._sequences.build(key.request_id, prompt_ids, params, tenant)
+                spec = self._sequences.build(key.request_id, prompt_ids, params, tenant, adapter)
                 digest = digest_of(self.model.content_id, spec)
                 noted = await self._begun(key, digest, params, request.resume_from, past)
                 group = ChoiceGroup.begin(spec, claim, settle.trace, params.num_answers, noted)
@@ -246,7 +278,7 @@ class RouterService:
             request,
             tenant,
             ingress,
-            model_id=self.model.facts.id,
+            model_id=self.name_of(request.model),
             trace=trace,
             instruments=self._instruments,
             slo_counts=self._slo_counts,

@@ -4,6 +4,7 @@ process   starts and stops it: `python -m worker`
 member    creates the engine and the KV endpoint, holds the lease and publishes the cached blocks
 ahead     chooses the workers to which a prefill worker connects before a KV transfer needs them
 calls     the worker's side of the stream from each router
+adapters  checks of adapters' folders, for routers
 control   orders of the controller and of operators: drain, change the role
 log       the latest lines of its log, for routers
 kernel_caches  folders of compiled kernels
@@ -19,6 +20,7 @@ The threads of the process; everything except the steps themselves and the bytes
 """
 
 __all__ = [
+    "adapters",
     "ahead",
     "calls",
     "control",

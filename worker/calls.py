@@ -42,6 +42,7 @@ from baton.rpc.errors import to_failed
 from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
 from baton.telemetry import logs, tracing
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from worker.adapters import AdapterChecks
 
 MAX_FRAME_EVENTS = 4096
 MAX_TOP_K = 2**20
@@ -64,6 +65,7 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
     Args:
         prefill, decode, fetch: each returns the events of one call; None: the worker refuses such calls. Closing the
             generator cancels the call and frees what it holds. Typed errors reach the router unchanged.
+        checks: checks the folders of adapters; None: this worker serves no adapters.
         max_model_len: maximum number of tokens in a sequence on this worker.
     """
 
@@ -73,11 +75,13 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         prefill: Prefill | None = None,
         decode: Decode | None = None,
         fetch: Fetch | None = None,
+        checks: AdapterChecks | None = None,
         max_model_len: float = math.inf,
     ) -> None:
         self._prefill = prefill
         self._decode = decode
         self._fetch = fetch
+        self._checks = checks or AdapterChecks()
         self._max_model_len = max_model_len
         self._running: dict[asyncio.Task[None], tuple[StartCall, Outbox[tuple[int, Event]]]] = {}
         self._is_idle = asyncio.Event()
@@ -131,6 +135,12 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
             for call in calls.values():
                 _cancel(call)
             await asyncio.wait((writing, *calls.values()))
+
+    async def CheckAdapter(  # noqa: N802
+        self, request: worker_pb2.CheckAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.CheckAdapterResponse:
+        facts = await self._checks.check(request.path)
+        return worker_pb2.CheckAdapterResponse(digest=facts.digest, rank=facts.rank, num_bytes=facts.num_bytes)
 
     async def _run(self, start: StartCall, outbox: Outbox[tuple[int, Event]]) -> None:
         call_id = start.call_id

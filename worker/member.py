@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from baton import wire
 from baton.blocks import content_id
-from baton.cluster import VERSION, Role, WorkerInfo, WorkerLoad, WorkerState, fallback
+from baton.cluster import MAX_LISTED_ADAPTERS, VERSION, Role, WorkerInfo, WorkerLoad, WorkerState, fallback
 from baton.config import Config
 from baton.errors import DeviceLost, StoreUnavailable
 from baton.rpc import MalformedCount, RpcServer
@@ -242,6 +242,7 @@ class Member:
             incarnation=self.incarnation,
             computes=self._computes,
             resumes_anywhere=self.loop.spec.resumes_anywhere,
+            max_adapters=self.loop.max_adapters,
         )
 
     def _described(self) -> WorkerInfo:
@@ -277,6 +278,8 @@ class Member:
             connections=self.kv.connections(),
             malformed=self._malformed.total,
             expert_tokens=load.expert_tokens,
+            adapters=load.adapters[-MAX_LISTED_ADAPTERS:],
+            adapter_load_s=load.adapter_load_s,
         )
 
     def _on_engine_event(self, event: EngineEvent) -> None:

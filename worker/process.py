@@ -52,6 +52,7 @@ from engine.core.runner import Runner
 from engine.runners import make_runner
 from kvstore.transfer.transport.nccl_log import private_log
 from prefill_worker.service import PrefillService
+from worker.adapters import AdapterChecks
 from worker.calls import CallServicer, max_message_bytes
 from worker.control import WorkerControl
 from worker.kernel_caches import own_kernel_caches
@@ -85,7 +86,11 @@ async def running(
     rpc = RpcServer(SERVICE_NAMES, interceptors, max_message_bytes=max_bytes, describes_itself=False)
     prefill, decode = PrefillService(member.context), DecodeService(member.context)
     calls = CallServicer(
-        prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch, max_model_len=runner.max_model_len
+        prefill=prefill.prefill,
+        decode=decode.decode,
+        fetch=decode.fetch,
+        checks=AdapterChecks(member.loop.check_adapter if member.loop.max_adapters else None),
+        max_model_len=runner.max_model_len,
     )
     control = WorkerControl(member, calls)
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(calls, rpc.server)

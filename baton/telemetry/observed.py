@@ -176,6 +176,16 @@ OBSERVED: tuple[ObservedMetric, ...] = (
         observe=lambda s: [Observation(len(w.info.computes.fallbacks), _labels(w)) for w in s.workers],
     ),
     ObservedMetric(
+        name="baton.adapters_resident",
+        description="LoRA adapters in a worker's memory. Absent if the worker serves none.",
+        observe=lambda s: [Observation(len(w.load.adapters), _labels(w)) for w in s.workers if w.info.max_adapters],
+    ),
+    ObservedMetric(
+        name="baton.adapters_registered",
+        description="LoRA adapters that are registered, as this router knows them.",
+        observe=lambda s: [Observation(len(s.adapters))],
+    ),
+    ObservedMetric(
         name="baton.build_info",
         description="1, with the version of this router as a label.",
         observe=lambda s: [Observation(1, {"version": VERSION})],

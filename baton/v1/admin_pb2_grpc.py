@@ -74,6 +74,21 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.SetWorkerRoleRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.SetWorkerRoleResponse.FromString,
                 _registered_method=True)
+        self.AddAdapter = channel.unary_unary(
+                '/baton.v1.Admin/AddAdapter',
+                request_serializer=baton_dot_v1_dot_admin__pb2.AddAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.AddAdapterResponse.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/baton.v1.Admin/RemoveAdapter',
+                request_serializer=baton_dot_v1_dot_admin__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.RemoveAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/baton.v1.Admin/ListAdapters',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -134,6 +149,28 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddAdapter(self, request, context):
+        """Registers a LoRA adapter as a model, after a worker has checked its folder. An adapter of the same name is replaced:
+        new requests use the new weights, running ones keep theirs. Workers load it when a request needs it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """Removes an adapter from the models. Running requests complete.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Lists the registered adapters, ordered by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -176,6 +213,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetWorkerRole,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.SetWorkerRoleRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.SetWorkerRoleResponse.SerializeToString,
+            ),
+            'AddAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAdapter,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.AddAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.AddAdapterResponse.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.RemoveAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -394,6 +446,87 @@ class Admin:
             '/baton.v1.Admin/SetWorkerRole',
             baton_dot_v1_dot_admin__pb2.SetWorkerRoleRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.SetWorkerRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/AddAdapter',
+            baton_dot_v1_dot_admin__pb2.AddAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.AddAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/RemoveAdapter',
+            baton_dot_v1_dot_admin__pb2.RemoveAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.RemoveAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/ListAdapters',
+            baton_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

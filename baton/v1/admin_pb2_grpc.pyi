@@ -50,6 +50,14 @@ class AdminStub:
     """Moves a worker and its cache to the other pool and adjusts the desired size of both pools. Returns when done. A
     worker that still has requests after the timeout keeps its role.
     """
+    AddAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AddAdapterRequest, _admin_pb2.AddAdapterResponse]
+    """Registers a LoRA adapter as a model, after a worker has checked its folder. An adapter of the same name is replaced:
+    new requests use the new weights, running ones keep theirs. Workers load it when a request needs it.
+    """
+    RemoveAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemoveAdapterRequest, _admin_pb2.RemoveAdapterResponse]
+    """Removes an adapter from the models. Running requests complete."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
+    """Lists the registered adapters, ordered by name."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -71,6 +79,14 @@ class AdminAsyncStub(AdminStub):
     """Moves a worker and its cache to the other pool and adjusts the desired size of both pools. Returns when done. A
     worker that still has requests after the timeout keeps its role.
     """
+    AddAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.AddAdapterRequest, _admin_pb2.AddAdapterResponse]  # type: ignore[assignment]
+    """Registers a LoRA adapter as a model, after a worker has checked its folder. An adapter of the same name is replaced:
+    new requests use the new weights, running ones keep theirs. Workers load it when a request needs it.
+    """
+    RemoveAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemoveAdapterRequest, _admin_pb2.RemoveAdapterResponse]  # type: ignore[assignment]
+    """Removes an adapter from the models. Running requests complete."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Lists the registered adapters, ordered by name."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -137,5 +153,31 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """Moves a worker and its cache to the other pool and adjusts the desired size of both pools. Returns when done. A
         worker that still has requests after the timeout keeps its role.
         """
+
+    @_abc_1.abstractmethod
+    def AddAdapter(
+        self,
+        request: _admin_pb2.AddAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AddAdapterResponse, _abc.Awaitable[_admin_pb2.AddAdapterResponse]]:
+        """Registers a LoRA adapter as a model, after a worker has checked its folder. An adapter of the same name is replaced:
+        new requests use the new weights, running ones keep theirs. Workers load it when a request needs it.
+        """
+
+    @_abc_1.abstractmethod
+    def RemoveAdapter(
+        self,
+        request: _admin_pb2.RemoveAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RemoveAdapterResponse, _abc.Awaitable[_admin_pb2.RemoveAdapterResponse]]:
+        """Removes an adapter from the models. Running requests complete."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _admin_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]:
+        """Lists the registered adapters, ordered by name."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1105,9 +1105,10 @@ class Model(_message.Message):
     CREATED_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     KV_DTYPE_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     path: _builtins.str
-    """Folder of the model on the server."""
+    """Folder of the model, or of the adapter, on the server."""
     max_model_len: _builtins.int
     """Maximum length of prompt and response together, in tokens."""
     created: _builtins.int
@@ -1116,6 +1117,8 @@ class Model(_message.Message):
     """Weight format used for computation: exact, bf16 or int8g."""
     kv_dtype: _builtins.str
     """Type of the KV pages as configured: auto, float32, bfloat16 or int8."""
+    parent: _builtins.str
+    """Set for a LoRA adapter: the model that it adapts."""
     def __init__(
         self,
         *,
@@ -1125,10 +1128,11 @@ class Model(_message.Message):
         created: _builtins.int = ...,
         weights: _builtins.str = ...,
         kv_dtype: _builtins.str = ...,
+        parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "id", b"id", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "path", b"path", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "id", b"id", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "parent", b"parent", "path", b"path", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

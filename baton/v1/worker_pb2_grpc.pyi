@@ -39,12 +39,20 @@ class WorkerCallsStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerCallsAsyncStub: ...
     Serve: _grpc.StreamStreamMultiCallable[_worker_pb2.ServeRequest, _worker_pb2.ServeResponse]
     """Each side batches what is ready into one message. The end of the stream ends all its calls."""
+    CheckAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CheckAdapterRequest, _worker_pb2.CheckAdapterResponse]
+    """Checks the folder of an adapter without loading it: whether this worker can apply it, and its digest. A worker
+    checks one folder at a time.
+    """
 
 @_typing.type_check_only
 class WorkerCallsAsyncStub(WorkerCallsStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Serve: _aio.StreamStreamMultiCallable[_worker_pb2.ServeRequest, _worker_pb2.ServeResponse]  # type: ignore[assignment]
     """Each side batches what is ready into one message. The end of the stream ends all its calls."""
+    CheckAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.CheckAdapterRequest, _worker_pb2.CheckAdapterResponse]  # type: ignore[assignment]
+    """Checks the folder of an adapter without loading it: whether this worker can apply it, and its digest. A worker
+    checks one folder at a time.
+    """
 
 class WorkerCallsServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -54,6 +62,16 @@ class WorkerCallsServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.ServeResponse], _abc.AsyncIterator[_worker_pb2.ServeResponse]]:
         """Each side batches what is ready into one message. The end of the stream ends all its calls."""
+
+    @_abc_1.abstractmethod
+    def CheckAdapter(
+        self,
+        request: _worker_pb2.CheckAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CheckAdapterResponse, _abc.Awaitable[_worker_pb2.CheckAdapterResponse]]:
+        """Checks the folder of an adapter without loading it: whether this worker can apply it, and its digest. A worker
+        checks one folder at a time.
+        """
 
 def add_WorkerCallsServicer_to_server(servicer: WorkerCallsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -6,10 +6,13 @@ client's message, `convert` has the shared functions.
 """
 
 from baton.wire.admin import (
+    adapter_as_json,
+    adapters_response,
     drain_response,
     explain_response,
     explanations,
     pools_response,
+    registered_adapter,
     request_list,
     requests_response,
     role_response,
@@ -73,6 +76,8 @@ __all__ = [
     "MAX_CONTROL_BYTES",
     "PERMIT_FIELD",
     "Unreadable",
+    "adapter_as_json",
+    "adapters_response",
     "cancel_command",
     "check_known",
     "check_num_fields",
@@ -96,6 +101,7 @@ __all__ = [
     "pull_from_pb",
     "pull_to_pb",
     "readable",
+    "registered_adapter",
     "request_list",
     "requests_response",
     "role_response",

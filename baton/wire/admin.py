@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from google.protobuf import json_format
@@ -10,16 +11,20 @@ from google.protobuf import json_format
 from baton import api
 from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Worker
 from baton.costs import StepCosts
+from baton.registered_adapters import Adapters, RegisteredAdapter
 from baton.timelines import RequestList, RequestTimeline
 from baton.v1 import admin_pb2
 from baton.wire.convert import from_pb, to_pb
+
+DIGEST_SHOWN = 12
+"""Digits of the digest that stand for an adapter without a name."""
 
 
 def status_response(status: ClusterStatus) -> admin_pb2.GetStatusResponse:
     """Encode the output of `baton status`."""
     return admin_pb2.GetStatusResponse(
         pools=_pools(status),
-        workers=[_worker(worker) for worker in status.workers],
+        workers=_workers(status),
         routers=[to_pb(router, admin_pb2.Router) for router in status.routers],
         redis=admin_pb2.Redis(
             address=status.redis_address,
@@ -38,7 +43,7 @@ def pools_response(status: ClusterStatus) -> admin_pb2.ListPoolsResponse:
 
 def workers_response(status: ClusterStatus) -> admin_pb2.ListWorkersResponse:
     """Encode the workers of a status."""
-    return admin_pb2.ListWorkersResponse(workers=[_worker(worker) for worker in status.workers])
+    return admin_pb2.ListWorkersResponse(workers=_workers(status))
 
 
 def scale_response(pool: PoolStatus) -> admin_pb2.ScalePoolResponse:
@@ -54,6 +59,29 @@ def drain_response(worker: Worker) -> admin_pb2.DrainWorkerResponse:
 def role_response(worker: Worker) -> admin_pb2.SetWorkerRoleResponse:
     """Encode the worker whose role changes."""
     return admin_pb2.SetWorkerRoleResponse(worker=_worker(worker))
+
+
+def registered_adapter(registered: RegisteredAdapter) -> admin_pb2.RegisteredAdapter:
+    """Encode a registered adapter."""
+    adapter = registered.adapter
+    return admin_pb2.RegisteredAdapter(
+        name=adapter.name,
+        path=adapter.path,
+        digest=adapter.digest,
+        rank=adapter.rank,
+        num_bytes=registered.num_bytes,
+        since_s=registered.since_s,
+    )
+
+
+def adapter_as_json(message: admin_pb2.RegisteredAdapter) -> dict[str, Any]:
+    """Return a registered adapter as `baton adapters list --json` prints it."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+def adapters_response(adapters: Adapters) -> admin_pb2.ListAdaptersResponse:
+    """Encode the registered adapters, ordered by name."""
+    return admin_pb2.ListAdaptersResponse(adapters=[registered_adapter(adapters[name]) for name in sorted(adapters)])
 
 
 def step_costs(message: admin_pb2.StepCosts) -> StepCosts:
@@ -116,7 +144,20 @@ def _controller(info: ControllerInfo) -> admin_pb2.Controller:
     return admin_pb2.Controller(pid=info.pid, address=info.address, scaling=scaling, version=info.version)
 
 
-def _worker(worker: Worker) -> admin_pb2.Worker:
+def _workers(status: ClusterStatus) -> list[admin_pb2.Worker]:
+    held = {digest for worker in status.workers for digest in worker.load.adapters}
+    names: dict[str, str] = {}
+    if held:
+        names = {each.adapter.digest: name for name, each in status.adapters.items() if each.adapter.digest in held}
+    return [_worker(worker, names) for worker in status.workers]
+
+
+def _worker(worker: Worker, adapter_names: Mapping[str, str] = MappingProxyType({})) -> admin_pb2.Worker:
+    """Encode a worker.
+
+    Args:
+        adapter_names: digests of registered adapters, with their names.
+    """
     info, load = worker.info, worker.load
     return admin_pb2.Worker(
         id=info.id,
@@ -149,4 +190,7 @@ def _worker(worker: Worker) -> admin_pb2.Worker:
         sampler=info.sampler,
         computes=to_pb(info.computes, admin_pb2.Computes),
         connections=[to_pb(each, admin_pb2.OpenConnections) for each in load.connections],
+        max_adapters=info.max_adapters,
+        adapters=[adapter_names.get(digest) or digest[:DIGEST_SHOWN] for digest in load.adapters],
+        adapter_load_s=load.adapter_load_s,
     )

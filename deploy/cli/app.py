@@ -43,6 +43,10 @@ COMMANDS = {
         "Drain a worker: its requests migrate to other workers, and a new worker replaces it. Waits until it is gone.",
     ),
     "role": ("operate:role", "Move a worker with its cache to the other pool, and adjust the sizes of both pools."),
+    "adapters": (
+        "operate:adapters",
+        "List, add or remove LoRA adapters, which clients request by name like models.",
+    ),
     "status": (
         "operate:status",
         "Show the state of the cluster, or with --explain a request's timeline.",

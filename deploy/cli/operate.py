@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -23,6 +24,15 @@ from deploy.cli.options import (
 )
 from deploy.operator.trust import TrustOptions
 from deploy.say import say
+
+
+class AdapterAction(StrEnum):
+    """Action of `baton adapters`."""
+
+    ADD = "add"
+    REMOVE = "remove"
+    LIST = "list"
+
 
 WorkerId = Annotated[str, typer.Argument(help="Worker id, as shown by `baton status`.")]
 
@@ -80,6 +90,29 @@ def role(
 
     with contextlib.closing(target.client()) as client:
         set_role(client, console(), worker, role, target.as_json, is_forced=force)
+
+
+@options_from_fields
+def adapters(
+    action: Annotated[AdapterAction, typer.Argument(help="What to do.")],
+    target: ClientOptions,
+    name: Annotated[str, typer.Argument(help="Name of the adapter, for add and remove.", show_default=False)] = "",
+    path: Annotated[
+        str, typer.Argument(help="Folder with adapter_config.json and the weights, for add.", show_default=False)
+    ] = "",
+) -> None:
+    """List, add or remove LoRA adapters, which clients request by name like models.
+
+    `add NAME PATH` has one worker check the folder. All workers load it from the
+    same path when a request needs it, so every worker must be able to read it. A
+    name that exists gets the new weights; running requests keep the old ones.
+    `remove NAME` lets running requests complete. Workers serve adapters if
+    engine.max_adapters is set.
+    """
+    from deploy.operator.adapters import manage
+
+    with contextlib.closing(target.client()) as client:
+        manage(client, action.value, name, path, target.as_json)
 
 
 @options_from_fields

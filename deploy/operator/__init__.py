@@ -1,5 +1,6 @@
 """Client commands for a running cluster, over gRPC and HTTP.
 
+adapters     `baton adapters`: LoRA adapters
 client       client of a router's gRPC port
 http_client  client of a router's HTTP port
 answer       `baton generate`: a request and its streamed response
@@ -14,6 +15,7 @@ watch        `baton status --watch`
 """
 
 __all__ = [
+    "adapters",
     "answer",
     "client",
     "explain",

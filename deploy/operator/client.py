@@ -16,6 +16,7 @@ from baton import wire
 from baton.addresses import MAX_PORT, has_no_port
 from baton.api import Explanation, GenerateChunk, GenerateRequest
 from baton.errors import BatonError, InvalidRequest, NoWorker, Overloaded
+from baton.registered_adapters import CHECK_S
 from baton.rpc import from_rpc_error
 from baton.rpc.errors import is_lost
 from baton.rpc.server import CHANNEL_OPTIONS
@@ -26,6 +27,8 @@ from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 T = TypeVar("T")
 STATUS_TIMEOUT_S = 10.0
 ORDER_TIMEOUT_S = 30.0
+ADAPTER_TIMEOUT_S = 4 * CHECK_S
+"""Timeout for adding an adapter: up to three workers are asked in turn."""
 ROLE_TIMEOUT_S = 600.0
 """Timeout for a change of role: the worker is drained first, within the cluster's own time limit."""
 FIRST_TRIES = 5
@@ -254,6 +257,31 @@ class Client:
         message = admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=role)
         with self._admin() as admin:
             admin.SetWorkerRole(message, timeout=ROLE_TIMEOUT_S, metadata=self._metadata)
+
+    def add_adapter(self, name: str, path: str) -> tuple[dict[str, Any], bool]:
+        """Register a LoRA adapter, and return it, and whether it replaces one of the same name.
+
+        Args:
+            path: absolute path of its folder, on the workers' machines.
+        """
+        message = admin_pb2.AddAdapterRequest(name=name, path=path)
+        with self._admin() as admin:
+            answer = admin.AddAdapter(message, timeout=ADAPTER_TIMEOUT_S, metadata=self._metadata)
+        return wire.adapter_as_json(answer.adapter), answer.is_replaced
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove a LoRA adapter; running requests complete."""
+        message = admin_pb2.RemoveAdapterRequest(name=name)
+        with self._admin() as admin:
+            admin.RemoveAdapter(message, timeout=ORDER_TIMEOUT_S, metadata=self._metadata)
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """Return the registered LoRA adapters, ordered by name."""
+        with self._admin() as admin:
+            answer = admin.ListAdapters(
+                admin_pb2.ListAdaptersRequest(), timeout=STATUS_TIMEOUT_S, metadata=self._metadata
+            )
+        return [wire.adapter_as_json(each) for each in answer.adapters]
 
     @contextlib.contextmanager
     def _admin(self) -> Iterator[admin_pb2_grpc.AdminStub]:

@@ -19,8 +19,9 @@ def print_status(report: dict[str, Any]) -> None:
     workers = in_order(report["workers"])
     out.print(worker_table(workers))
     out.print(transfer_table(workers))
-    for line in (*state_lines(workers), *engine_lines(workers), *computing_lines(workers), *connection_lines(workers)):
-        out.print(line)
+    for lines in (state_lines, adapter_lines, engine_lines, computing_lines, connection_lines):
+        for line in lines(workers):
+            out.print(line)
     for name, pool in report["pools"].items():
         out.print(f"pool {name}: {pool['ready']} ready of {pool['desired']} desired")
     for router in report["routers"]:
@@ -55,6 +56,16 @@ def state_lines(workers: Iterable[Mapping[str, Any]]) -> list[str]:
     counts = ((with_role(each["id"], each["role"]), each.get("state_rows")) for each in workers)
     shown = [f"{name} {rows['free']}/{rows['cached']}/{rows['in_use']}" for name, rows in counts if rows]
     return [f"state rows, free/snapshots/in use: {', '.join(shown)}"] if shown else []
+
+
+def adapter_lines(workers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return one line per worker with LoRA adapters in memory: how many fit, and their names."""
+    lines = []
+    for each in workers:
+        if names := each.get("adapters"):  # missing in the status of an older release
+            label = with_role(each["id"], each["role"])
+            lines.append(f"adapters on {label}, {len(names)} of {each['max_adapters']}: {', '.join(sorted(names))}")
+    return lines
 
 
 def engine_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:

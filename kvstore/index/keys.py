@@ -14,6 +14,7 @@ kv:{ns}:router:<id>        JSON                         PX lease
 kv:{ns}:routers            SET of router ids
 kv:{ns}:controller         JSON                         PX lease
 kv:{ns}:desired            HASH pool -> size
+kv:{ns}:adapters           STRING, all registered LoRA adapters (`kvstore/adapters/codec.py`)
 kv:{ns}:req:<n>:<t>:<d>:<id> HASH, a request in flight  PX a minute; tenant t of n characters, digest, request id
 kv:{ns}:acct:<t>           account of tenant t: its usage against its limits, answers in flight PX until nothing counts
 kv:{ns}:use:<n>:<t>:<id>   JSON, the writer of a request's usage record                        PX; names as in req
@@ -53,6 +54,7 @@ class Keys:
         self.desired = self._prefix + "desired"
         self.controller = self._prefix + "controller"
         self.held = self._prefix + "held"
+        self.adapters = self._prefix + "adapters"
 
     def lease(self, worker_id: str) -> str:
         """Return the key of a worker's lease."""

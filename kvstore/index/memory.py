@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from baton.cluster import ControllerInfo, RouterInfo, Worker
+    from baton.registered_adapters import Adapters
 
 
 @dataclass(slots=True)
@@ -52,6 +53,8 @@ class MemoryStore:
         self.controller: tuple[float, ControllerInfo] | None = None
         self.records: dict[tuple[str, str, bytes], tuple[float, dict[bytes, bytes]]] = {}
         """Records of requests in flight, by tenant, request id and digest: expiry and fields."""
+        self.adapters: Adapters | None = None
+        """Registered adapters by name; None: the store has none, or has lost them."""
 
     def lease(self, worker_id: str) -> MemoryLease | None:
         """Return a worker's lease if it is alive."""

@@ -32,7 +32,18 @@ MAX_INT32 = 2**31 - 1
 MAX_S = 1e9
 """Largest number of seconds, and of any other fraction: 30 years."""
 MAX_COST_S = 3600.0
-LABELS = {"engine", "sampler", "transport", "carrier", "dtype", "weights", "kv_dtype", "attention", "kv_copies"}
+LABELS = {
+    "engine",
+    "sampler",
+    "transport",
+    "carrier",
+    "dtype",
+    "weights",
+    "kv_dtype",
+    "attention",
+    "kv_copies",
+    "adapters",
+}
 """Text fields that are read as names of a bounded form."""
 LEAST = {"block_size": HASH_BLOCK, "max_model_len": HASH_BLOCK, "chunk_tokens": 1}
 """Lower bounds of numbers; the default is 0."""
@@ -44,9 +55,9 @@ MOST: dict[str, float] = {
     **dict.fromkeys(
         ("total", "free", "cached", "in_use", "open_connections", "slots_in_use", "num_unplaced"), MAX_INT32
     ),
-    **dict.fromkeys(("num_ranks", "num_graphs", "num_fused"), MAX_INT32),
+    **dict.fromkeys(("num_ranks", "num_graphs", "num_fused", "max_adapters"), MAX_INT32),
     **dict.fromkeys(("s_overhead", "s_per_token", "s_per_pair"), MAX_COST_S),
-    **dict.fromkeys(("s_weights", "s_per_sequence", "s_per_kv_token"), MAX_COST_S),
+    **dict.fromkeys(("s_weights", "s_per_sequence", "s_per_kv_token", "adapter_load_s"), MAX_COST_S),
     "epoch": MAX_EPOCH,
 }
 """Upper bounds of numbers; the default is `MAX_SEQ`, for fractions `MAX_S`."""

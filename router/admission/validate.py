@@ -9,6 +9,8 @@ from typing import Any
 
 from baton.api import GenerateRequest, PromptInput, TokenIds, Truncation, check_num_tokens
 from baton.errors import ContextLengthExceeded, Forbidden, InvalidRequest, ModelNotFound
+from baton.messages import Adapter
+from baton.registered_adapters import NO_ADAPTERS, Adapters
 from baton.sampling import UNDRAWN, SamplingParams
 from router.admission.tenants import Tenant
 
@@ -35,10 +37,19 @@ class ModelFacts:
         return self if tenant.max_answer_tokens is None else replace(self, max_answer_tokens=tenant.max_answer_tokens)
 
 
-def check_model(name: str, model: ModelFacts) -> None:
-    """Raise ModelNotFound unless `name` is the served model or empty."""
-    if name not in ("", model.id):
-        raise ModelNotFound(f"the model {name!r} is not served here; use {model.id!r}", "model")
+def check_model(name: str, model: ModelFacts, adapters: Adapters = NO_ADAPTERS) -> Adapter | None:
+    """Return the adapter that a client requests as its model; None: it requests the served model, or names none.
+
+    Raises:
+        ModelNotFound: no model or adapter has this name.
+    """
+    if name in ("", model.id):
+        return None
+    registered = adapters.get(name)
+    if registered is None:
+        others = " or one of the adapters that /v1/models lists" if adapters else ""
+        raise ModelNotFound(f"the model {name!r} is not served here; use {model.id!r}{others}", "model")
+    return registered.adapter
 
 
 def check_length(num_characters: int, longest_token: int, model: ModelFacts) -> None:

@@ -6,6 +6,7 @@ web page, and `operations` serves its data: only that module knows workers.
 """
 
 __all__ = [
+    "adapter_orders",
     "answering",
     "anthropic",
     "apis",

@@ -25,6 +25,7 @@ from baton.tls import names_in_call
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import check_model
 from router.admission.tenants import Tenant, TenantBook, api_key_of, require_operator
+from router.api.adapter_orders import AdapterOrders
 from router.api.controller_client import ControllerClient
 from router.api.delivery import ReadAhead, deliver
 from router.api.padding import GRPC, AnswerPadding
@@ -147,7 +148,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
         model, prompt = wire.tokenize_request_from_pb(request)
-        check_model(model, self._service.facts)
+        check_model(model, self._service.facts, self._service.adapters)
         return wire.tokenize_response(
             await self._service.tokenize(prompt, CALLER.get()), self._service.facts.max_model_len
         )
@@ -155,7 +156,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: CallContext
     ) -> inference_pb2.ListModelsResponse:
-        return wire.list_models_response([self._service.card])
+        return wire.list_models_response(self._service.cards())
 
 
 def _padded_by(num_bytes: int) -> bytes:
@@ -164,17 +165,19 @@ def _padded_by(num_bytes: int) -> bytes:
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """The service `baton.v1.Admin`: shows the state of the cluster, and forwards orders to the controller."""
+    """The service `baton.v1.Admin`: shows the state of the cluster, and carries out or forwards operators' orders."""
 
     def __init__(
         self,
         status: Callable[[], ClusterStatus],
         requests: RequestLog,
         orders: ControllerClient,
+        adapters: AdapterOrders,
     ) -> None:
         self._status = status
         self._requests = requests
         self._orders = orders
+        self._adapters = adapters
 
     async def GetStatus(  # noqa: N802
         self, request: admin_pb2.GetStatusRequest, context: CallContext
@@ -221,3 +224,21 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.SetWorkerRoleRequest, context: CallContext
     ) -> admin_pb2.SetWorkerRoleResponse:
         return await self._orders.set_role(request)
+
+    async def AddAdapter(  # noqa: N802
+        self, request: admin_pb2.AddAdapterRequest, context: CallContext
+    ) -> admin_pb2.AddAdapterResponse:
+        registered, is_replaced = await self._adapters.add(request.name, request.path)
+        adapter = wire.registered_adapter(registered)
+        return admin_pb2.AddAdapterResponse(adapter=adapter, is_replaced=is_replaced)
+
+    async def RemoveAdapter(  # noqa: N802
+        self, request: admin_pb2.RemoveAdapterRequest, context: CallContext
+    ) -> admin_pb2.RemoveAdapterResponse:
+        await self._adapters.remove(request.name)
+        return admin_pb2.RemoveAdapterResponse()
+
+    async def ListAdapters(  # noqa: N802
+        self, request: admin_pb2.ListAdaptersRequest, context: CallContext
+    ) -> admin_pb2.ListAdaptersResponse:
+        return wire.adapters_response(self._adapters.adapters)

@@ -1,6 +1,6 @@
 """Endpoints below /api for the page: cluster status with alerts, history, a router's load, a worker's log, and orders.
 
-The orders drain a worker, change its role, or set the size of a pool.
+The orders drain a worker, change its role, set the size of a pool, or add and remove an adapter.
 
 All endpoints are for operators, see `router.api.http`. Orders always need an API key. Without a tenants file any client
 that reaches the port could send them, so they are refused; `baton` sends them over gRPC instead. A body must be JSON: a
@@ -24,11 +24,13 @@ from baton import wire
 from baton.cluster import VERSION, ClusterStatus, Role, Worker
 from baton.config import SloClassConfig
 from baton.errors import Forbidden
+from baton.registered_adapters import MAX_NAME, MAX_PATH
 from baton.v1 import admin_pb2
 from router.admission.tenants import TenantBook
+from router.api.adapter_orders import AdapterOrders
 from router.api.controller_client import ControllerClient
 from router.api.exchange import JsonAnswer, at_a_reports_turn
-from router.api.operators import DRAINED, HISTORY, LOG, MOVED, SIZED, STATUS
+from router.api.operators import ADAPTERS, ADDED, DRAINED, HISTORY, LOG, MOVED, REMOVED, SIZED, STATUS
 from router.api.places import OpenConnections
 from router.api.routes import Reader, answers
 from router.cluster.history import SLOT_S, ClusterHistory
@@ -56,6 +58,7 @@ class Operations:
     classes: Mapping[str, SloClassConfig]
     orders: ControllerClient
     workers: WorkerClient
+    adapters: AdapterOrders
 
 
 class Order(BaseModel):
@@ -74,6 +77,18 @@ class SizeOrder(Order):
     """Body of an order that sets the size of a pool."""
 
     workers: Annotated[int, Field(strict=True, ge=0, le=MAX_POOL)]
+
+
+class RemoveOrder(Order):
+    """Body of an order that removes an adapter, whose name may have slashes."""
+
+    name: Annotated[str, Field(max_length=MAX_NAME)]
+
+
+class AddOrder(RemoveOrder):
+    """Body of an order that registers an adapter."""
+
+    path: Annotated[str, Field(max_length=MAX_PATH)]
 
 
 AnyOrder = TypeVar("AnyOrder", bound=Order)
@@ -122,6 +137,13 @@ def _add_views(app: FastAPI, operations: Operations, tenants: TenantBook, is_rea
             shown = {"now_s": time.time(), "slot_s": SLOT_S, "bounds": operations.history.bounds, "slots": slots}
             return JsonAnswer(shown, headers=NO_STORE)
 
+    @app.get("/api/adapters", responses=answers(ADAPTERS))
+    async def adapters(request: Request) -> JSONResponse:
+        """List the registered LoRA adapters."""
+        async with at_a_reports_turn(request):
+            listed = wire.adapters_response(operations.adapters.adapters).adapters
+            return JsonAnswer({"adapters": [wire.adapter_as_json(each) for each in listed]}, headers=NO_STORE)
+
     @app.get("/api/workers/{worker_id}/log", responses=answers(LOG))
     async def log(worker_id: str) -> JSONResponse:
         """Return the latest 200 lines of a worker's output, log lines as text."""
@@ -150,6 +172,21 @@ def _add_orders(app: FastAPI, operations: Operations, tenants: TenantBook) -> No
         asked = await _order(read, tenants)
         answer = await operations.orders.scale(admin_pb2.ScalePoolRequest(pool=pool, desired=asked.workers))
         return JsonAnswer({"pool": pool, "desired": answer.pool.desired, "ready": answer.pool.ready})
+
+    @app.post("/api/adapters", responses=answers(ADDED))
+    async def add(request: Request, read: Reader[AddOrder]) -> JSONResponse:
+        """Register a LoRA adapter, or replace its weights, after a worker has checked its folder."""
+        asked = await _order(read, tenants)
+        registered, is_replaced = await operations.adapters.add(asked.name, asked.path)
+        adapter = wire.adapter_as_json(wire.registered_adapter(registered))
+        return JsonAnswer({"adapter": adapter, "is_replaced": is_replaced})
+
+    @app.post("/api/adapters/remove", responses=answers(REMOVED))
+    async def remove(request: Request, read: Reader[RemoveOrder]) -> JSONResponse:
+        """Remove a LoRA adapter; its running requests complete."""
+        asked = await _order(read, tenants)
+        await operations.adapters.remove(asked.name)
+        return JsonAnswer({"name": asked.name})
 
 
 async def _order(read: Reader[AnyOrder], tenants: TenantBook) -> AnyOrder:

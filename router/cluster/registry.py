@@ -14,6 +14,7 @@ from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, Route
 from baton.config import without_password
 from baton.errors import StoreUnavailable
 from baton.rpc import MalformedCount
+from kvstore.adapters import AdapterStore
 from kvstore.index import MirrorFollower, RedisConnection
 from kvstore.leases import LeaseStore
 from router.admission import SloCounts
@@ -33,6 +34,7 @@ class Registry:
     Args:
         me: this router with its addresses; the registry adds the mirror lag and `slo_counts`.
         redis: the connection of `leases`; `status` shows its address and malformed values.
+        adapters: the registry of LoRA adapters, which is followed too.
         malformed: counts the malformed messages that this router's server has received.
         dependencies: source of the memory of Redis and the certificates in `status`.
     """
@@ -48,6 +50,7 @@ class Registry:
         slo_counts: SloCounts,
         models: tuple[ServedModel, ...],
         redis: RedisConnection,
+        adapters: AdapterStore,
         malformed: MalformedCount,
         dependencies: Dependencies,
         poll_s: float,
@@ -61,6 +64,9 @@ class Registry:
         self._slo_counts = slo_counts
         self._models = models
         self._redis = redis
+        self._adapters = adapters
+        self._follows_adapters = True
+        """False if the registry of adapters could not be read at the last poll."""
         self._malformed = malformed
         self._dependencies = dependencies
         self._poll_s = poll_s
@@ -84,6 +90,7 @@ class Registry:
                 self._desired = await self._leases.get_desired()
                 self._controller = await self._leases.get_controller()
                 workers = await self._listed_workers()
+                await self._follow_adapters()  # before the workers are known, and so before requests are served
                 await self._leases.announce_router(self._myself(workers))
                 await self._pools.update(workers)
                 self._routers = tuple(await self._leases.list_routers())
@@ -98,6 +105,16 @@ class Registry:
                 num_ready = _ready(workers).total()
                 was_whole |= num_ready > 0 and num_ready >= sum(self._desired.values())
             await asyncio.sleep(self._poll_s if was_whole else min(self._poll_s, START_POLL_S))
+
+    async def _follow_adapters(self) -> None:
+        """Update the registered adapters. A user of Redis without the right to read them can serve the model itself."""
+        try:
+            await self._adapters.follow()
+            self._follows_adapters = True
+        except StoreUnavailable as error:
+            if self._follows_adapters:
+                logger.warning("the registry of adapters cannot be read; the last known adapters are served: %s", error)
+            self._follows_adapters = False
 
     async def _listed_workers(self) -> list[Worker]:
         """Return the workers with leases and, for a while after Redis lost its state, those not listed again yet."""
@@ -131,6 +148,7 @@ class Registry:
             malformed=self._malformed.total,
             store_memory=self._dependencies.store_memory,
             certificates=self._dependencies.certificates(),
+            adapters=self._adapters.adapters,
         )
 
     def num_routers(self) -> int:

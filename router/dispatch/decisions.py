@@ -83,6 +83,7 @@ def explained(decision: PlacementDecision) -> Explanation:
             exposed_s=terms.exposed_s,
             step_s=terms.step_s,
             cost_s=terms.first_s,
+            load_s=terms.load_s,
         )
         for terms in sorted(placement.considered, key=lambda terms: terms.first_s)
     ]

@@ -15,7 +15,7 @@ from baton.errors import NoWorker, Overloaded, Unsupported
 from baton.messages import PrefixSource, SequenceSpec
 from baton.trust import PERMIT_S, KeyFile, Party, Permit, keys_digest
 from router.dispatch.choice import Assignment, Choice
-from router.placement import Candidate, Mode, Placement, Prediction, PriceFit, Prompt, place
+from router.placement import NO_LOADS, Candidate, Mode, Placement, Prediction, PriceFit, Prompt, place
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
 
@@ -59,12 +59,14 @@ class WorkerSelector:
         """
         deadline = time.monotonic() + self._config.worker_wait_s
         claim, avoid = choice.claim, choice.avoid
-        decide = self._decider(choice, avoid.no_sources)
         mode = Mode.AGGREGATED if avoid.kv_transfer and self._config.mode == "auto" else self._config.mode
         while True:
             self._check_sampler(choice)
             unfit = self.pools.unfit(spec)
             excluded = avoid.refused | unfit.keys() | self.pools.too_short(spec)
+            if spec.adapter is not None:
+                excluded |= self.pools.without_adapters
+            decide = self._decider(choice, spec, avoid.no_sources)
             candidates = self.pools.candidates(prompt, (-claim.priority, False), excluded)
             trusted = _most_trusted_first(candidates, avoid.doubted)
             placement = next((found for each in trusted if (found := decide(prompt, each, mode)) is not None), None)
@@ -83,6 +85,8 @@ class WorkerSelector:
             None if there is no such worker, it has died, leaves its role, or cannot serve the sequence.
         """
         excluded = choice.avoid.refused | self.pools.unfit(spec).keys() | self.pools.too_short(spec)
+        if spec.adapter is not None:
+            excluded |= self.pools.without_adapters
         candidates = self.pools.candidates(prompt, (-choice.claim.priority, False), excluded)
         num_there = (prompt.num_tokens - 1) // self.pools.block_size * self.pools.block_size
         there = [
@@ -90,7 +94,7 @@ class WorkerSelector:
             for candidate in candidates
             if candidate.worker_id == leader.kv_is_on
         ]
-        placement = self._decider(choice)(prompt, there, Mode.AGGREGATED) if there else None
+        placement = self._decider(choice, spec)(prompt, there, Mode.AGGREGATED) if there else None
         return None if placement is None else self._assigned(spec, prompt, placement, num_there)
 
     def destination(
@@ -98,13 +102,15 @@ class WorkerSelector:
     ) -> tuple[Placement, Prompt] | None:
         """Return the decode worker to which a choice migrates; None: no suitable worker has room for it now."""
         excluded = {*excluded, *self.pools.unfit(spec), *self.pools.too_short(spec)}
+        if spec.adapter is not None:
+            excluded |= self.pools.without_adapters
         with_room = self.pools.with_room(len(spec.token_ids), excluded)
         if not with_room:
             return None
         prompt = self.prompt(spec)
         candidates = self.pools.candidates(prompt, (-choice.claim.priority, False))
         fitting = [c for c in candidates if c.worker_id in with_room]
-        placement = self._decider(choice)(prompt, fitting, Mode.AGGREGATED)
+        placement = self._decider(choice, spec)(prompt, fitting, Mode.AGGREGATED)
         if placement is None or placement.prediction.room_s > 0:
             return None
         return placement, prompt
@@ -136,7 +142,7 @@ class WorkerSelector:
         )
 
     def _decider(
-        self, choice: Choice, no_sources: Collection[str] = ()
+        self, choice: Choice, spec: SequenceSpec, no_sources: Collection[str] = ()
     ) -> Callable[[Prompt, Sequence[Candidate], str], Placement | None]:
         claim = choice.claim
         decide = partial(
@@ -146,6 +152,7 @@ class WorkerSelector:
             prices=self.prices.prices,
             pull_above_tokens=self._config.pull_above_tokens,
             not_from=no_sources,
+            loads_s=NO_LOADS if spec.adapter is None else self.pools.loads_s(spec.adapter),
         )
         if not choice.is_drawn:
             return decide
@@ -160,6 +167,9 @@ class WorkerSelector:
 
     def _assigned(self, spec: SequenceSpec, prompt: Prompt, placement: Placement, num_believed: int) -> Assignment:
         pools, source = self.pools, None
+        if spec.adapter is not None:
+            for worker_id in filter(None, (placement.prefill_worker, placement.decode_worker)):
+                pools.loads(pools.get(worker_id), spec.adapter)
         hint = self.hints.note(spec, prompt, pools.get(placement.computes), num_believed)
         if placement.source:
             puller = pools.get(placement.computes)
@@ -174,6 +184,8 @@ class WorkerSelector:
 
     def _give_up(self, choice: Choice, spec: SequenceSpec, unfit: dict[str, set[str]], *, is_late: bool) -> None:
         """Raise NoWorker or Unsupported if a longer wait cannot help."""
+        if spec.adapter is not None:
+            self._require_adapters(spec, is_late=is_late)
         decodes = [worker.info.id for worker in self.pools.workers if worker.info.role is Role.DECODE]
         # A choice with an earlier attempt was placed on a worker that supports all of it and may come back.
         is_hopeless = spec.attempt == 0 and bool(decodes) and unfit.keys() >= set(decodes)
@@ -183,6 +195,19 @@ class WorkerSelector:
         if is_late:
             needed = f"no worker{self._sampler_in_words(choice)} became ready"
             raise NoWorker(f"{needed} within {self._config.worker_wait_s:g} s; `baton status` shows the pools")
+
+    def _require_adapters(self, spec: SequenceSpec, *, is_late: bool) -> None:
+        """Raise Unsupported if workers are known, but too few of them serve adapters for the mode."""
+        assert spec.adapter is not None
+        workers, without = self.pools.workers, self.pools.without_adapters
+        needed = tuple(Role) if self._config.mode == "disaggregated" else (Role.DECODE,)
+        for role in needed:
+            ids = {worker.info.id for worker in workers if worker.info.role is role}
+            # A choice with an earlier attempt was placed on a worker that serves adapters and may come back.
+            if ids and ids <= without and (spec.attempt == 0 or is_late):
+                raise Unsupported(
+                    f"no {role} worker serves adapters such as {spec.adapter.name!r}; set engine.max_adapters"
+                )
 
     def _check_sampler(self, choice: Choice) -> None:
         if choice.is_of_unknown_sampler and len(self.pools.samplers) > 1:

@@ -34,6 +34,7 @@ from baton.messages import (
     Ticket,
     Transferred,
 )
+from baton.registered_adapters import CHECK_S, CheckedAdapter, check_facts
 from baton.rpc import channel, from_rpc_error
 from baton.rpc.errors import from_failed
 from baton.rpc.member_auth import member_metadata
@@ -286,6 +287,28 @@ class WorkerClient:
             return tuple((await stub.ReadLog(asked, metadata=proof, timeout=LOG_TIMEOUT_S)).lines)
         except grpc.aio.AioRpcError as error:
             raise _why(error, worker.info.label) from error
+
+    async def check_adapter(self, worker: Worker, path: str) -> CheckedAdapter:
+        """Return what a worker finds in the folder of an adapter.
+
+        Raises:
+            InvalidRequest, Unsupported: the worker cannot apply it; the text says why.
+            Overloaded: it is checking another one.
+            WorkerFailed: it does not answer in time, or answers nonsense.
+        """
+        proof = member_metadata(self._keys, "/baton.v1.WorkerCalls/CheckAdapter", worker.info.incarnation)
+        stub: Any = worker_pb2_grpc.WorkerCallsStub(self._channel(worker))
+        asked = worker_pb2.CheckAdapterRequest(path=path)
+        try:
+            found = await stub.CheckAdapter(asked, metadata=proof, timeout=CHECK_S + LOG_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise _why(error, worker.info.label) from error
+        facts = CheckedAdapter(digest=found.digest, rank=found.rank, num_bytes=found.num_bytes)
+        try:
+            check_facts(facts)
+        except ValueError as error:
+            raise WorkerFailed(f"{worker.info.label} has checked the adapter, but {error}") from error
+        return facts
 
     async def forget_past_incarnations(self, workers: Collection[Worker]) -> None:
         """Close the channels of workers that now have another address. Their calls have failed already."""

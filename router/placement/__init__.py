@@ -7,6 +7,7 @@ the snapshot, and `stale_hints` detects errors of the prefix index.
 from router.placement.load import Job, LoadTracker, Residence, Turn
 from router.placement.policy import (
     DEFAULT_WEIGHTS,
+    NO_LOADS,
     NO_OBJECTIVE,
     Candidate,
     Mode,
@@ -23,6 +24,7 @@ from router.placement.prices import DEFAULT_PRICES, PriceFit, Prices
 __all__ = [
     "DEFAULT_PRICES",
     "DEFAULT_WEIGHTS",
+    "NO_LOADS",
     "NO_OBJECTIVE",
     "Candidate",
     "Job",

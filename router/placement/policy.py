@@ -19,16 +19,20 @@ A prompt that is computed on another worker than its owner, with or without a pu
 later prompts lack. This costs the request itself nothing, so it is an extra penalty for each token that the chosen
 worker lacks and another one holds. Rendezvous hashing of the prompt's first blocks breaks ties, so a session tends to
 stay on the same workers even if no cached prefix is known.
+
+A worker that does not hold the request's adapter loads it first. A decode worker does so before it reserves room, so in
+disaggregated mode both times count.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
+from types import MappingProxyType
 
 import xxhash
 
@@ -131,11 +135,13 @@ class Prediction:
     """Part of the KV transfer after the first token."""
     step_s: float
     """Time between two tokens."""
+    load_s: float = 0.0
+    """Time to load the adapter, on both workers one after the other."""
 
     @property
     def ttft_s(self) -> float:
         """Time to the first token."""
-        return max(self.wait_s, self.room_s) + self.pull_s + self.compute_s
+        return max(self.wait_s, self.room_s) + self.load_s + self.pull_s + self.compute_s
 
 
 @dataclass(slots=True)
@@ -157,6 +163,8 @@ class Terms:
     step_s: float = 0.0
     answer_s: float = 0.0
     """Time for the tokens after the first one."""
+    load_s: float = 0.0
+    """Time to load the adapter; a part of `first_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +189,7 @@ class Placement:
 
 
 NO_OBJECTIVE, DEFAULT_WEIGHTS = Objective(), Weights()
+NO_LOADS: Mapping[str, float] = MappingProxyType({})
 
 
 def place(
@@ -193,6 +202,7 @@ def place(
     prices: Prices = DEFAULT_PRICES,
     pull_above_tokens: int = 64,
     not_from: Collection[str] = (),
+    loads_s: Mapping[str, float] = NO_LOADS,
 ) -> Placement | None:
     """Choose the workers of a request, and the source of its prefix.
 
@@ -201,12 +211,13 @@ def place(
         pull_above_tokens: a prefix is pulled only if it exceeds the computing worker's own by at least this many tokens
             (1 or more).
         not_from: ids of workers that must not be a source.
+        loads_s: workers that would have to load the request's adapter, with the time for it in seconds.
 
     Returns:
         The placement; None: no candidate fits the mode.
     """
     if len(candidates) > LARGE_POOL:
-        candidates = _shortlist(candidates, _session_of(prompt))
+        candidates = _shortlist(candidates, _session_of(prompt), loads_s)
     costs = _Costs(
         prompt,
         candidates,
@@ -219,13 +230,15 @@ def place(
     pools = {role: [c for c in candidates if c.role is role and c.takes_work] for role in Role}
     decodes = costs.on_decode(pools[Role.DECODE])
     prefills = costs.on_prefill(pools[Role.PREFILL]) if mode != Mode.AGGREGATED else []
+    if loads_s:
+        _load_first((*prefills, *decodes), loads_s)
     if not decodes or (mode == Mode.DISAGGREGATED and not prefills):
         return None
     considered = (*prefills, *decodes)
     if prefills:
         prefill = costs.least(prefills, lambda terms: terms.first_s)
-        decode = costs.least(decodes, lambda terms: terms.room_s + terms.exposed_s + terms.answer_s)
-        split_s = max(prefill.first_s, decode.room_s + prefill.first_s - prefill.wait_s)
+        decode = costs.least(decodes, lambda terms: terms.room_s + terms.load_s + terms.exposed_s + terms.answer_s)
+        split_s = max(prefill.first_s, decode.room_s + decode.load_s + prefill.first_s - prefill.wait_s)
         split_s += decode.exposed_s + decode.answer_s
         if mode == Mode.DISAGGREGATED:
             return costs.placement(Mode.DISAGGREGATED, prefill, decode, considered)
@@ -239,8 +252,19 @@ def place(
 NUM_CACHED_TOKENS, WAIT_S, NUM_KV_TOKENS = map(attrgetter, ("num_cached_tokens", "wait_s", "num_kv_tokens"))
 
 
-def _shortlist(candidates: Sequence[Candidate], session: int) -> list[Candidate]:
+def _load_first(found: Iterable[Terms], loads_s: Mapping[str, float]) -> None:
+    """Add the time to load the request's adapter to the costs of the candidates that do not hold it."""
+    for terms in found:
+        terms.load_s = loads_s.get(terms.worker_id, 0.0)
+        terms.first_s += terms.load_s
+
+
+def _shortlist(
+    candidates: Sequence[Candidate], session: int, loads_s: Mapping[str, float] = NO_LOADS
+) -> list[Candidate]:
     """Return the candidates without those that SHORTLIST others of their role dominate.
+
+    Workers that must load the request's adapter do not dominate those that hold it, and are considered separately.
 
     A worker dominates another one if it holds at least as much of the prompt and has less load. The cost falls with the
     cached prefix and rises with the load, so among workers of one speed a dominated worker never costs less. A decode
@@ -252,10 +276,14 @@ def _shortlist(candidates: Sequence[Candidate], session: int) -> list[Candidate]
         pool = [candidate for candidate in candidates if candidate.role is role and candidate.takes_work]
         begin = session % max(1, len(pool))  # different sessions get different ones of several equal workers
         pool = pool[begin:] + pool[:begin]
-        picked = _not_outdone(pool, WAIT_S)
-        if role is Role.DECODE:
-            picked += _not_outdone(pool, NUM_KV_TOKENS)
-        chosen |= {candidate.worker_id: candidate for candidate in picked}
+        alike = [pool]
+        if loads_s:
+            alike = [[c for c in pool if (c.worker_id in loads_s) is must_load] for must_load in (False, True)]
+        for each in alike:
+            picked = _not_outdone(each, WAIT_S)
+            if role is Role.DECODE:
+                picked += _not_outdone(each, NUM_KV_TOKENS)
+            chosen |= {candidate.worker_id: candidate for candidate in picked}
     return [*chosen.values(), *(candidate for candidate in candidates if not candidate.takes_work)]
 
 
@@ -377,6 +405,7 @@ class _Costs:
             compute_s=computes.compute_s,
             exposed_s=decodes.exposed_s if mode is Mode.DISAGGREGATED else 0.0,
             step_s=decodes.step_s,
+            load_s=computes.load_s + (decodes.load_s if mode is Mode.DISAGGREGATED else 0.0),
         )
         prefill_worker = computes.worker_id if mode is Mode.DISAGGREGATED else ""
         source, num_tokens = "", 0

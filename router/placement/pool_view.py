@@ -12,7 +12,7 @@ from baton import wire
 from baton.blocks import HASH_BLOCK
 from baton.cluster import Role, Worker, WorkerInfo, WorkerState
 from baton.costs import StepCosts, least_of, lifted, typical
-from baton.messages import SequenceSpec
+from baton.messages import Adapter, SequenceSpec
 from router.placement import Candidate, Job, LoadTracker, Prompt, Residence, Turn
 
 UNKNOWN_LENGTH = 2**31 - 1
@@ -23,6 +23,12 @@ SHORT = 8
 """A worker whose longest sequence is less than 1/SHORT of what is usual in its role is misconfigured, or its lease is
 wrong. It gets only requests that fit, and does not lower the limit for all requests. Prefill workers are also compared
 with the decode workers, which can work without them."""
+ADAPTER_LOAD_S = 0.5
+"""Assumed time to load an adapter on a worker that has not loaded any."""
+LOADING_S = 5.0
+"""Time after which an adapter that a request made a worker load must be in the worker's lease."""
+MAX_LOADING = 10_000
+"""Maximum number of such loads that are known at a time."""
 LEAVING_S = 3.0
 """Time for which a worker that asked on a stream to migrate its choices gets no work. After that its lease says that it
 leaves its role."""
@@ -64,6 +70,11 @@ class PoolView:
         """Loads of the draining workers, which are only sources of prefixes."""
         self._lacking: dict[str, frozenset[str]] = {}
         """Worker of an older release -> fields that it does not know."""
+        self._without_adapters: frozenset[str] = frozenset()
+        """Workers that serve no adapters."""
+        self._loading: dict[tuple[str, int, str], float] = {}
+        """Worker, epoch and digest of an adapter that a request of this router makes it load -> time until which it is
+        believed to hold it although its lease does not list it."""
         self._samplers: tuple[str, ...] = ()
         self._residence = Residence()
         self._suspects: dict[tuple[str, int], float] = {}
@@ -101,6 +112,7 @@ class PoolView:
         self._resumes_anywhere = all(info.resumes_anywhere for info in infos)
         lacking = {info.id: wire.fields_unknown_to(info.known_fields) for info in infos}
         self._lacking = {worker_id: fields for worker_id, fields in lacking.items() if fields}
+        self._without_adapters = frozenset(info.id for info in infos if not info.max_adapters)
         self._samplers = tuple(sorted({info.sampler for info in infos}))
         usual = {role: typical([w.load.costs for w in self._workers.values() if w.info.role is role]) for role in Role}
         known = self._loads
@@ -121,6 +133,7 @@ class PoolView:
         now = self._clock()
         self._suspects = {who: until for who, until in self._suspects.items() if until > now}
         self._leaving = {who: until for who, until in self._leaving.items() if until > now}
+        self._loading = {what: until for what, until in self._loading.items() if until > now}
         async with self._changed:
             self._changed.notify_all()
 
@@ -163,6 +176,31 @@ class PoolView:
             return {}
         used = wire.fields_of(spec)
         return {worker_id: unknown for worker_id, fields in self._lacking.items() if (unknown := used & fields)}
+
+    @property
+    def without_adapters(self) -> frozenset[str]:
+        """Ids of the workers that serve no adapters."""
+        return self._without_adapters
+
+    def loads_s(self, adapter: Adapter) -> dict[str, float]:
+        """Return the workers that would have to load an adapter, with the time for it in seconds.
+
+        Workers that were sent a request for it shortly before count as holding it.
+        """
+        digest, now, found = adapter.digest, self._clock(), {}
+        for worker_id, worker in self._workers.items():
+            info, load = worker.info, worker.load
+            if not info.max_adapters or digest in load.adapters:
+                continue
+            if self._loading.get((worker_id, info.epoch, digest), 0.0) <= now:
+                found[worker_id] = load.adapter_load_s or ADAPTER_LOAD_S
+        return found
+
+    def loads(self, worker: Worker, adapter: Adapter) -> None:
+        """Record that a worker gets a request for an adapter, and so will hold it before its lease says so."""
+        if adapter.digest not in worker.load.adapters and len(self._loading) < MAX_LOADING:
+            what = worker.info.id, worker.info.epoch, adapter.digest
+            self._loading.setdefault(what, self._clock() + LOADING_S)  # not renewed: loading may have failed
 
     @property
     def samplers(self) -> tuple[str, ...]:

@@ -428,6 +428,7 @@ async def _serve(role: Role, worker_id: str, config: Config, progress: Progress)
             layer_s=config.testing.step_ms / 1e3 / NUM_LAYERS,
             token_s=config.testing.token_ms / 1e3,
             tokenizer=Path(config.model.path) / "tokenizer.json",
+            max_adapters=config.engine.max_adapters,
         )
         runner.progress = progress
         return runner

@@ -18,6 +18,7 @@ from baton.rpc import MalformedCount
 from baton.trust import Principal
 from deploy.controller.controller import Controller
 from deploy.controller.state import ControllerState
+from kvstore.adapters import RedisAdapters
 from kvstore.index import GarbageBook, IndexPublisher, Mirror, MirrorFollower, RedisConnection, RedisIndex
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper
@@ -75,6 +76,7 @@ class Plane:
             slo_counts=SloCounts(),
             models=(),
             redis=self.redis,
+            adapters=RedisAdapters(self.redis, namespace, keys=keys[Principal.ROUTER] if keys else None),
             malformed=MalformedCount(),
             dependencies=Dependencies(self.redis, {}),
             poll_s=POLL_S,

@@ -53,6 +53,8 @@ LOAD = WorkerLoad(
     queued_tokens=170,
     blocks=BlockCounts(100, 60, 30, 10),
     state_rows=BlockCounts(9, 4, 3, 2),
+    adapters=("ab" * 32, "cd" * 32),
+    adapter_load_s=0.25,
     self_check="ok",
 )
 
@@ -264,6 +266,23 @@ def test_a_field_of_a_newer_release_is_skipped() -> None:
     older = json.loads(load)
     del older["costs"], older["transfers"]
     assert decode_worker(info.encode(), json.dumps(older).encode()) == Worker(worker_info("w", 1), LOAD)
+
+
+def test_a_worker_of_an_older_release_serves_no_adapters() -> None:
+    info, load = json.loads(encode(worker_info("w", 1))), json.loads(encode(LOAD))
+    assert decode_worker(json.dumps(info | {"max_adapters": 4}).encode(), encode(LOAD).encode()).info.max_adapters == 4
+    del info["max_adapters"], load["adapters"], load["adapter_load_s"]
+    worker = decode_worker(json.dumps(info).encode(), json.dumps(load).encode())
+    assert (worker.info.max_adapters, worker.load.adapters, worker.load.adapter_load_s) == (0, (), 0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"adapters": ["\x1b[2J"]}, {"adapters": ["a" * 65]}, {"adapters": "ab"}, {"adapter_load_s": 1e6}]
+)
+def test_no_lease_lists_what_can_be_no_adapter(wrong: dict[str, object]) -> None:
+    load = json.loads(encode(LOAD)) | wrong
+    with pytest.raises(ValueError, match=r"adapter|a{9}|x1b"):
+        decode_worker(encode(worker_info("w", 1)).encode(), json.dumps(load).encode())
 
 
 def test_engine_and_sampler_are_read_as_names_and_an_older_release_names_none() -> None:

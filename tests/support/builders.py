@@ -9,10 +9,15 @@ from typing import Any
 
 from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.costs import StepCosts
-from baton.messages import SequenceSpec
+from baton.messages import Adapter, SequenceSpec
+from baton.registered_adapters import RegisteredAdapter
 from baton.sampling import SamplingParams
+from kvstore.adapters import MemoryAdapters
+from kvstore.index import MemoryStore
 from router.admission.claim import Claim
 from router.admission.tenants import DEFAULT_TENANT
+from router.api.adapter_orders import AdapterOrders
+from router.dispatch.worker_client import WorkerClient
 from router.placement import NO_OBJECTIVE, Weights
 
 READY = WorkerLoad(state=WorkerState.READY)
@@ -63,6 +68,22 @@ def sequence_spec(token_ids: Sequence[int] = (1, 2, 3), request_id: str = "r", *
         token_ids=tuple(token_ids),
         **{"sampling": SamplingParams(**sampling)} | defaults | values,
     )
+
+
+def registered_adapter(name: str = "poet", digest: str = "ab" * 32, **values: Any) -> RegisteredAdapter:
+    """An adapter that an operator has registered.
+
+    Args:
+        values: further fields of `Adapter`.
+    """
+    fields: dict[str, Any] = {"path": f"/adapters/{name}", "rank": 8}
+    adapter = Adapter(name=name, digest=digest, **fields | values)
+    return RegisteredAdapter(adapter=adapter, num_bytes=4096, since_s=1_700_000_000.0)
+
+
+def no_adapters() -> AdapterOrders:
+    """Orders of a router that knows neither adapters nor workers."""
+    return AdapterOrders(MemoryAdapters(MemoryStore()), WorkerClient(), lambda: (), "tiny")
 
 
 def step_costs(**values: float) -> StepCosts:

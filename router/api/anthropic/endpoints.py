@@ -32,7 +32,7 @@ def add_endpoints(app: FastAPI, service: RouterService) -> None:
         """Count the tokens of a prompt."""
         with Taking(service, request, "count_tokens"):
             body = await read()
-            check_model(body.model, service.facts)
+            check_model(body.model, service.facts, service.adapters)
             prompt = chat_of(body, service.model.tokenizer.chat_template, ignored_of(request))
         tokens = await service.tokenize(prompt, request.state.tenant)
         return JSONResponse({"input_tokens": len(tokens)}, headers=id_headers(request))
@@ -55,5 +55,5 @@ def _asked(service: RouterService, request: Request, body: MessageBody) -> Asked
     )
     is_streamed = bool(body.stream)
     chunks = chunks_of(service, request, [asked], is_streamed=is_streamed)
-    form = MessageForm(request_id, service.facts.id, request.state.request_id, body.max_tokens)
+    form = MessageForm(request_id, service.name_of(body.model), request.state.request_id, body.max_tokens)
     return Asked(chunks, form, is_streamed)

@@ -13,8 +13,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from baton.api import Chat, GenerateRequest, PromptInput, TokenIds, check_num_tokens
+from baton.api import Chat, GenerateRequest, ModelCard, PromptInput, TokenIds, check_num_tokens
 from baton.errors import InvalidRequest
+from baton.registered_adapters import Adapters
 from baton.tools import ToolUse
 from router.admission import check_model
 from router.admission.tenants import Tenant
@@ -52,17 +53,17 @@ def _add_openai(app: FastAPI, service: RouterService) -> None:
             asked = await _asked(service, request, await read())
         return await answered(request, *asked)
 
+    listed = ModelList(service)
+
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """List the served model."""
-        card = _model_card(service)
-        return {"object": "list", "data": [card], "first_id": card["id"], "last_id": card["id"], "has_more": False}
+    async def models() -> Response:
+        """List the served model and its adapters."""
+        return Response(listed(), media_type="application/json")
 
     @app.get("/v1/models/{model:path}")
     async def model_card(model: str) -> dict[str, Any]:
-        """Describe a model."""
-        check_model(model, service.facts)
-        return _model_card(service)
+        """Describe a model or an adapter."""
+        return _described(service.card_of(model))
 
 
 def _add_vllm(app: FastAPI, service: RouterService) -> None:
@@ -71,7 +72,7 @@ def _add_vllm(app: FastAPI, service: RouterService) -> None:
         """Tokenize a prompt."""
         with Taking(service, request, "tokenize"):
             body = await read()
-            check_model(body.model or "", service.facts)
+            check_model(body.model or "", service.facts, service.adapters)
             prompt = prompt_of(body, lambda: service.model.tokenizer.chat_template, ignored_of(request))
         tokens = await service.tokenize(prompt, request.state.tenant)
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": service.facts.max_model_len}
@@ -84,7 +85,7 @@ def _add_vllm(app: FastAPI, service: RouterService) -> None:
         """Convert tokens to text."""
         with Taking(service, request, "detokenize"):
             body = await read()
-            check_model(body.model or "", service.facts)
+            check_model(body.model or "", service.facts, service.adapters)
             check_num_tokens(len(body.tokens), service.facts.max_model_len)
             if not 0 <= min(body.tokens, default=0) <= max(body.tokens, default=0) < service.facts.vocab_size:
                 raise InvalidRequest(f"tokens must be ids from 0 to {service.facts.vocab_size - 1}", "tokens")
@@ -112,7 +113,7 @@ async def _asked(service: RouterService, request: Request, body: ChatBody | Comp
     shape = Shape(
         id=request_id,
         created=int(time.time()),
-        model=service.facts.id,
+        model=service.name_of(body.model or ""),
         is_chat=is_chat,
         continuous_usage=body.continuous_usage,
         tokenizer=service.model.tokenizer,
@@ -181,14 +182,36 @@ def _sampling(service: RouterService, body: ChatBody | CompletionBody, tenant: T
     return asked
 
 
-def _model_card(service: RouterService) -> dict[str, Any]:
-    """Return the model card with the fields of OpenAI's and of Anthropic's API."""
-    card = service.model.card
+class ModelList:
+    """The list of models as JSON. It is kept until the models change, because there may be thousands of adapters."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+        self._of: tuple[Adapters, int] | None = None
+        self._json = b""
+
+    def __call__(self) -> bytes:
+        """Return the list."""
+        of = self._service.adapters, self._service.facts.max_model_len
+        if self._of is None or self._of[0] is not of[0] or self._of[1] != of[1]:
+            cards = [_described(card) for card in self._service.cards()]
+            first, last = cards[0]["id"], cards[-1]["id"]
+            self._json = ascii_json(
+                {"object": "list", "data": cards, "first_id": first, "last_id": last, "has_more": False}
+            )
+            self._of = of
+        return self._json
+
+
+def _described(card: ModelCard) -> dict[str, Any]:
+    """Return a model's card with the fields of OpenAI's and of Anthropic's API, and with vLLM's `root` and `parent`."""
     return {
         "id": card.id,
         "object": "model",
         "created": card.created,
         "owned_by": "baton",
+        "root": card.path,
+        "parent": card.parent or None,
         "type": "model",
         "display_name": card.id,
         "lifecycle": "active",

@@ -37,7 +37,7 @@ def add_endpoints(app: FastAPI, service: RouterService) -> None:
         """Count the tokens of input items."""
         with Taking(service, request, "count_tokens"):
             body = await read()
-            check_model(body.model or "", service.facts)
+            check_model(body.model or "", service.facts, service.adapters)
             functions = Functions.of(body.tools or ())
             chat = chat_of(body, functions, lambda: service.model.tokenizer.chat_template, ignored_of(request))
         tokens = await service.tokenize(chat, request.state.tenant)
@@ -61,5 +61,6 @@ def _asked(service: RouterService, request: Request, body: ResponsesBody) -> Ask
     )
     is_streamed = bool(body.stream)
     chunks = chunks_of(service, request, [generate], is_streamed=is_streamed)
-    head = head_of(body, response_id=response_id, created_at=int(time.time()), model=service.facts.id)
+    model = service.name_of(generate.model)
+    head = head_of(body, response_id=response_id, created_at=int(time.time()), model=model)
     return Asked(chunks, ResponseForm(head, functions.places), is_streamed)

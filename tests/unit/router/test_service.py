@@ -29,6 +29,7 @@ from baton.api import GenerateChunk, GenerateRequest, ModelCard, Text, TokenIds
 from baton.config import RouterConfig
 from baton.errors import Overloaded
 from baton.messages import NewTokens
+from baton.registered_adapters import NO_ADAPTERS, Adapters
 from baton.rpc import RpcServer
 from baton.sampling import FinishReason
 from baton.telemetry.instruments import Instruments
@@ -120,6 +121,7 @@ class Router:
 
     Attributes:
         dispatcher: what its workers would have been asked.
+        adapters: those that are registered.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class Router:
             default_max_tokens=RouterConfig().default_max_tokens,
         )
         self.dispatcher = dispatcher or OneToken()
+        self.adapters: Adapters = NO_ADAPTERS
         stand_in: Any = self.dispatcher
         instruments = self.instruments = Instruments(cluster_status)
         self.limiter = Limiter(RouterConfig().max_in_flight)
@@ -161,6 +164,7 @@ class Router:
             instruments=instruments,
             config=RouterConfig(),
             slo_counts=SloCounts(),
+            adapters=lambda: self.adapters,
         )
         self._tenants = TenantBook.configured("")
 

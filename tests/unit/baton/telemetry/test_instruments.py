@@ -30,7 +30,7 @@ from baton.telemetry.instruments import Instruments
 from baton.telemetry.observed import OBSERVED, TransferRows
 from baton.telemetry.prometheus import Histogram
 from baton.telemetry.request_metrics import FIRST_BOUND, LENGTH_BOUNDS
-from tests.support.builders import cluster_status, worker, worker_info
+from tests.support.builders import cluster_status, registered_adapter, worker, worker_info
 
 COUNTS = TransferCounts(**{field.name: i for i, field in enumerate(dataclasses.fields(TransferCounts), 1)})
 """Every field has a value of its own."""
@@ -434,3 +434,20 @@ def test_bounds_are_so_close_that_a_quantile_is_within_a_fifth() -> None:
         ratios = [above / below for below, above in itertools.pairwise(each.bounds)]
         assert max(ratios) <= 1.2 + 1e-9, each.definition.name
         assert each.bounds[0] == FIRST_BOUND
+
+
+def test_adapters_are_counted_where_they_are_served() -> None:
+    load = dataclasses.replace(LOAD, adapters=("ab" * 32, "cd" * 32))
+    workers = (
+        worker("d0", load=load, max_adapters=4),
+        worker("d1", load=LOAD, max_adapters=4),
+        worker("d2", load=LOAD),
+    )
+    poet = registered_adapter("poet")
+    status = dataclasses.replace(cluster_status(*workers), adapters={poet.name: poet})
+    instruments = Instruments(lambda: status)
+    assert samples(instruments, "baton_adapters_resident") == {
+        'baton_adapters_resident{role="decode",worker="d0"} 2.0',
+        'baton_adapters_resident{role="decode",worker="d1"} 0.0',
+    }
+    assert samples(instruments, "baton_adapters_registered") == {"baton_adapters_registered 1.0"}

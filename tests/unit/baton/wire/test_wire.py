@@ -759,6 +759,9 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                     "fallbacks": ["slow: since"],
                 },
                 "connections": [{"transport": "nccl", "carrier": "P2P", "open_connections": 2}],
+                "max_adapters": 0,
+                "adapters": [],
+                "adapter_load_s": 0.0,
             }
         ],
         "routers": [
@@ -817,6 +820,25 @@ def test_pools_and_workers_are_those_of_the_status() -> None:
     whole = wire.status_response(status(2))
     assert wire.pools_response(status(2)).pools == whole.pools
     assert list(wire.workers_response(status(2)).workers) == list(whole.workers)
+
+
+def test_the_status_names_the_adapters_that_workers_hold() -> None:
+    poet = builders.registered_adapter("poet")
+    load = dataclasses.replace(builders.READY, adapters=(poet.adapter.digest, "cd" * 32), adapter_load_s=0.25)
+    workers = (builders.worker("w0", load=load, max_adapters=4), builders.worker("w1"))
+    status = dataclasses.replace(builders.cluster_status(*workers), adapters={poet.name: poet})
+    first, second = wire.status_as_json(wire.status_response(status))["workers"]
+    assert (first["adapters"], first["max_adapters"]) == (["poet", "cd" * 6], 4)
+    assert first["adapter_load_s"] == 0.25
+    assert (second["adapters"], second["max_adapters"]) == ([], 0)
+
+
+def test_registered_adapters_are_listed_by_name() -> None:
+    adapters = {name: builders.registered_adapter(name) for name in ("prose", "poet")}
+    shown = [wire.adapter_as_json(each) for each in wire.adapters_response(adapters).adapters]
+    assert [each["name"] for each in shown] == ["poet", "prose"]
+    poet = {"path": "/adapters/poet", "digest": "ab" * 32, "rank": 8, "num_bytes": 4096, "since_s": 1_700_000_000.0}
+    assert shown[0] == {"name": "poet", **poet}
 
 
 def test_adapter_and_images_of_a_sequence_arrive() -> None:

@@ -12,7 +12,16 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.blocks import cache_seed
-from baton.errors import BatonError, ConfigError, Forbidden, InvalidRequest, NoController, Unauthenticated
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    Forbidden,
+    InvalidRequest,
+    ModelNotFound,
+    NoController,
+    NoWorker,
+    Unauthenticated,
+)
 from baton.rpc import RpcServer, channel, from_rpc_error
 from baton.sampling import SamplingParams
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -23,7 +32,7 @@ from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentica
 from router.api.openai import error_body
 from router.prompt import SequenceBuilder
 from router.request.request_log import RequestLog
-from tests.support.builders import cluster_status
+from tests.support.builders import cluster_status, no_adapters
 
 
 def digest(key: str) -> str:
@@ -236,7 +245,7 @@ NOTHING_RUNS = cluster_status(redis_ok=False)
 async def connection(book: TenantBook) -> AsyncGenerator[grpc.aio.Channel]:
     rpc = RpcServer(SERVICE_NAMES, [Authentication(book)])
     inference_pb2_grpc.add_InferenceServicer_to_server(SERVICER, rpc.server)
-    admin = AdminServicer(lambda: NOTHING_RUNS, RequestLog(), ControllerClient(lambda: None))
+    admin = AdminServicer(lambda: NOTHING_RUNS, RequestLog(), ControllerClient(lambda: None), no_adapters())
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()
@@ -295,7 +304,16 @@ ADMIN = {
     "ScalePool": admin_pb2.ScalePoolRequest(pool="decode", desired=2),
     "DrainWorker": admin_pb2.DrainWorkerRequest(worker_id="decode-0"),
     "SetWorkerRole": admin_pb2.SetWorkerRoleRequest(worker_id="a", role="decode"),
+    "AddAdapter": admin_pb2.AddAdapterRequest(name="poet", path="/adapters/poet"),
+    "RemoveAdapter": admin_pb2.RemoveAdapterRequest(name="poet"),
+    "ListAdapters": admin_pb2.ListAdaptersRequest(),
 }
+MET = {
+    **dict.fromkeys(("ScalePool", "DrainWorker", "SetWorkerRole"), NoController),
+    "AddAdapter": NoWorker,
+    "RemoveAdapter": ModelNotFound,
+}
+"""What an operator's call meets here: no controller, no worker, and no adapter."""
 
 
 def test_every_method_of_admin_is_tried() -> None:
@@ -304,7 +322,7 @@ def test_every_method_of_admin_is_tried() -> None:
 
 @pytest.mark.parametrize("method", ADMIN)
 async def test_admin_takes_an_operators_key(connection: grpc.aio.Channel, method: str) -> None:
-    """With one, orders get as far as the controller, of which there is none here."""
+    """With one, orders get as far as the controller or a worker, of which there is none here."""
 
     async def outcome(key: str) -> type[BatonError] | None:
         metadata = (("authorization", f"Bearer {key}"),) if key else ()
@@ -314,6 +332,5 @@ async def test_admin_takes_an_operators_key(connection: grpc.aio.Channel, method
             return type(from_rpc_error(error, "router"))
         return None
 
-    is_order = method in ("ScalePool", "DrainWorker", "SetWorkerRole")
     outcomes = [await outcome(key) for key in ("", "nobody", "key-a", "key-o")]
-    assert outcomes == [Unauthenticated, Unauthenticated, Forbidden, NoController if is_order else None]
+    assert outcomes == [Unauthenticated, Unauthenticated, Forbidden, MET.get(method)]

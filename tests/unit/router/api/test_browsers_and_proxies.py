@@ -89,7 +89,6 @@ async def test_the_check_of_the_host_stands_before_it() -> None:
 @pytest.mark.parametrize("path", ["/", "/health", "/healthz", "/readyz", "/v1/models", "/version", "/openapi.json"])
 async def test_what_is_read_by_get_answers_head_without_a_body(path: str) -> None:
     service = Answering()
-    service.model.card = SimpleNamespace(id="m", created=0, max_model_len=9, weights="", kv_dtype="")
     plain = {"accept-encoding": "identity"}
     get = await ask(app_of(service), "GET", path, headers=plain)
     sent: list[dict[str, Any]] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -198,7 +197,6 @@ async def test_token_ids_come_as_they_were_drawn(stream: bool) -> None:
 
 async def test_a_model_is_described_to_clients_of_either_api() -> None:
     service = Answering()
-    service.model.card = SimpleNamespace(id="m", created=0, max_model_len=9, weights="", kv_dtype="")
     transport = httpx2.ASGITransport(app_of(service, tenant=DEFAULT_TENANT))
     async with (
         httpx2.AsyncClient(transport=transport) as http_client,

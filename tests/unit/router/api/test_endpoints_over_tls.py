@@ -27,7 +27,7 @@ from router.api.http import OPEN_PATHS, create_app, require_certificates
 from router.api.places import ConnectionLimits, OpenConnections
 from router.http_server import HttpServer, bound
 from router.request.request_log import RequestLog
-from tests.support.builders import cluster_status
+from tests.support.builders import cluster_status, no_adapters
 from tests.support.certificates import Authority, serial_of
 from tests.support.waiting import until
 
@@ -69,7 +69,8 @@ class _WhoAmI(inference_pb2_grpc.InferenceServicer):
 async def _grpc_endpoint(book: TenantBook, endpoint: Tls) -> AsyncIterator[str]:
     rpc = RpcServer(SERVICE_NAMES, [Authentication(book)])
     inference_pb2_grpc.add_InferenceServicer_to_server(_WhoAmI(), rpc.server)
-    admin = AdminServicer(lambda: cluster_status(redis_ok=False), RequestLog(), ControllerClient(lambda: None))
+    orders = ControllerClient(lambda: None)
+    admin = AdminServicer(lambda: cluster_status(redis_ok=False), RequestLog(), orders, no_adapters())
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     port = rpc.bind("127.0.0.1", 0, endpoint)
     await rpc.start()

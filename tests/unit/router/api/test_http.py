@@ -12,9 +12,21 @@ import httpx2
 import openai
 import pytest
 
-from baton.api import Chat, GenerateChunk, GenerateRequest, Text, Timing, TokenIds, Truncation, TruncationSide, Usage
+from baton.api import (
+    Chat,
+    GenerateChunk,
+    GenerateRequest,
+    ModelCard,
+    Text,
+    Timing,
+    TokenIds,
+    Truncation,
+    TruncationSide,
+    Usage,
+)
 from baton.chat import ChatMessage
 from baton.errors import InvalidRequest
+from baton.registered_adapters import NO_ADAPTERS
 from baton.sampling import FinishReason
 from baton.structure import StructuredOutputs
 from baton.telemetry.request_metrics import RequestMetrics
@@ -33,6 +45,8 @@ class Service:
     """A router's service that answers with one word, once it may."""
 
     facts = SimpleNamespace(id="m", vocab_size=100, max_model_len=10)
+    adapters = NO_ADAPTERS
+    card = ModelCard(id="m", path="/models/m", max_model_len=9, created=0, weights="", kv_dtype="")
     model = SimpleNamespace(
         tokenizer=SimpleNamespace(chat_template=ChatTemplate({"default": "{{ reasoning_effort }}"}, {})), format=PLAIN
     )
@@ -48,6 +62,15 @@ class Service:
 
     def is_crowded(self) -> bool:
         return False
+
+    def name_of(self, model: str) -> str:
+        return "m"
+
+    def card_of(self, name: str) -> ModelCard:
+        return self.card
+
+    def cards(self) -> list[ModelCard]:
+        return [self.card]
 
     async def generate(
         self, request: GenerateRequest, trace: Any, tenant: Any, ingress: Ingress

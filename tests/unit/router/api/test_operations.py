@@ -16,14 +16,18 @@ import pytest
 
 from baton.cluster import VERSION, PoolStatus, Role
 from baton.config import SloClassConfig
-from baton.errors import Conflict, WorkerFailed
+from baton.errors import Conflict, InvalidRequest, WorkerFailed
+from baton.registered_adapters import CheckedAdapter
 from baton.rpc import RpcServer
 from baton.rpc.member_auth import WORKERS_RULES, member_auth
 from baton.telemetry import logs
 from baton.telemetry.request_metrics import TO_COMPUTE, RequestMetrics, prompt_class
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import admin_pb2, worker_pb2_grpc
+from kvstore.adapters import MemoryAdapters
+from kvstore.index import MemoryStore
 from router.admission.tenants import TenantBook
+from router.api.adapter_orders import AdapterOrders
 from router.api.document import document
 from router.api.http import create_app
 from router.api.operations import Operations
@@ -70,6 +74,15 @@ class Logs:
         return (f"{asked.info.id} joins",)
 
 
+class Checks:
+    """A client of a worker that takes every adapter but one."""
+
+    async def check_adapter(self, asked: Any, path: str) -> CheckedAdapter:
+        if path == "/bad":
+            raise InvalidRequest("its bias is not applied", "path")
+        return CheckedAdapter(digest="ab" * 32, rank=8, num_bytes=4096)
+
+
 class Endpoint:
     """The HTTP port of a router, with a tenant and an operator, or with nobody."""
 
@@ -80,6 +93,9 @@ class Endpoint:
             f"acme: {{key_sha256: [{hashes[0]}]}}\noperations: {{key_sha256: [{hashes[1]}], operator: true}}\n"
         )
         self.orders, self.metrics = Orders(), RequestMetrics()
+        checks: Any = Checks()
+        has_adapters = worker("w0", max_adapters=4)
+        self.adapters = AdapterOrders(MemoryAdapters(MemoryStore()), checks, lambda: (has_adapters,), "tiny")
         pools = {"decode": PoolStatus(desired=2, ready=1)}
         status = cluster_status(worker("w0"), worker("old", Role.PREFILL), pools=pools)
         history = ClusterHistory(MemoryHistory(), "router-0", self.metrics, lambda: 1005.0)
@@ -96,6 +112,7 @@ class Endpoint:
             ),
             connections=self.connections,
             classes={"default": SloClassConfig(ttft_ms=500)},
+            adapters=self.adapters,
             **stand_ins,
         )
         service: Any = None
@@ -234,6 +251,33 @@ async def test_an_order_is_json_and_nothing_else(tmp_path: Path) -> None:
     assert endpoint.orders.heard == []
 
 
+async def test_an_operator_adds_and_removes_adapters(tmp_path: Path) -> None:
+    endpoint = Endpoint(tmp_path)
+    poet = {"name": "org/poet", "path": "/adapters/poet"}
+    for is_replaced in (False, True):
+        answer = await endpoint.ask("POST", "/api/adapters", json=poet)
+        assert (answer.status_code, answer.json()["is_replaced"]) == (200, is_replaced)
+    adapter = answer.json()["adapter"]
+    assert {**poet, "digest": "ab" * 32, "rank": 8, "num_bytes": 4096}.items() <= adapter.items()
+    assert (await endpoint.ask("GET", "/api/adapters")).json() == {"adapters": [adapter]}
+    bad = await endpoint.ask("POST", "/api/adapters", json={**poet, "path": "/bad"})
+    assert (bad.status_code, bad.json()["error"]["message"]) == (400, "its bias is not applied")
+    assert (await endpoint.ask("POST", "/api/adapters/remove", json={"name": "org/poet"})).status_code == 200
+    assert (await endpoint.ask("POST", "/api/adapters/remove", json={"name": "org/poet"})).status_code == 404
+    assert (await endpoint.ask("GET", "/api/adapters")).json() == {"adapters": []}
+
+
+@pytest.mark.parametrize("path", ["/api/adapters", "/api/adapters/remove"])
+async def test_without_an_operators_key_no_adapter_changes(tmp_path: Path, path: str) -> None:
+    endpoint, nobodys = Endpoint(tmp_path), Endpoint(tmp_path, has_tenants=False)
+    body = {"name": "poet", "path": "/adapters/poet"} if path == "/api/adapters" else {"name": "poet"}
+    refused = [await endpoint.ask("POST", path, key, json=body) for key in ("", "acme")]
+    refused += [await nobodys.ask("POST", path, key, json=body) for key in ("", "operations")]
+    assert [answer.status_code for answer in refused] == [401, 403, 403, 403]
+    assert (await endpoint.ask("GET", "/api/adapters", "acme")).status_code == 403
+    assert endpoint.adapters.adapters == nobodys.adapters.adapters == {}
+
+
 async def test_the_document_describes_all_that_operators_ask(tmp_path: Path) -> None:
     endpoint, whole = Endpoint(tmp_path), document(ROUTES)
     endpoint.metrics.requests_slo.add(2, {"slo_class": "default", "outcome": "met"})
@@ -245,7 +289,7 @@ async def test_the_document_describes_all_that_operators_ask(tmp_path: Path) -> 
     }
     described = {(path, method) for path, item in whole["paths"].items() for method in item if path.startswith("/api/")}
     assert served == described
-    assert len(served) == 9
+    assert len(served) == 12
     asked = (
         whole["paths"]["/api/requests"]["get"]["parameters"] + whole["paths"]["/api/pools/{pool}"]["post"]["parameters"]
     )
@@ -258,6 +302,11 @@ async def test_the_document_describes_all_that_operators_ask(tmp_path: Path) -> 
     check_described("/api/workers/{worker_id}/drain", drained.json(), "post")
     scaled = await endpoint.ask("POST", "/api/pools/decode", json={"workers": 3})
     check_described("/api/pools/{pool}", scaled.json(), "post")
+    added = await endpoint.ask("POST", "/api/adapters", json={"name": "poet", "path": "/adapters/poet"})
+    check_described("/api/adapters", added.json(), "post")
+    check_described("/api/adapters", (await endpoint.ask("GET", "/api/adapters")).json())
+    removed = await endpoint.ask("POST", "/api/adapters/remove", json={"name": "poet"})
+    check_described("/api/adapters/remove", removed.json(), "post")
     with pytest.raises(jsonschema.ValidationError):
         check_described("/api/pools/{pool}", {**scaled.json(), "more": 1}, "post")
 
@@ -271,7 +320,8 @@ def test_the_document_says_that_orders_alone_always_need_a_key() -> None:
         for operation in item.values()
         if "security" in operation
     }
-    assert set(found) == {"/api/workers/{worker_id}/drain", "/api/workers/{worker_id}/role", "/api/pools/{pool}"}
+    of_the_controller = {"/api/workers/{worker_id}/drain", "/api/workers/{worker_id}/role", "/api/pools/{pool}"}
+    assert set(found) == of_the_controller | {"/api/adapters", "/api/adapters/remove"}
     assert all({} not in each and len(each) == 2 for each in found.values())
 
 

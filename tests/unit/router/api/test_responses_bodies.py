@@ -15,6 +15,7 @@ import pytest
 from baton.api import Chat, GenerateChunk, GenerateRequest
 from baton.chat import ChatMessage
 from baton.errors import InvalidRequest, WorkerFailed
+from baton.registered_adapters import NO_ADAPTERS
 from baton.structure import StructuredOutputs
 from baton.telemetry.request_metrics import RequestMetrics
 from baton.tools import Tool, ToolChoice, ToolUse
@@ -36,6 +37,7 @@ class Service:
     """A router's service that answers with nothing, or refuses."""
 
     facts = SimpleNamespace(id="m", vocab_size=100, max_model_len=10)
+    adapters = NO_ADAPTERS
     model = SimpleNamespace(
         tokenizer=SimpleNamespace(chat_template=ChatTemplate({"default": "{{ reasoning_effort }}{{ a }}"}, {}))
     )
@@ -47,6 +49,9 @@ class Service:
 
     def is_crowded(self) -> bool:
         return False
+
+    def name_of(self, model: str) -> str:
+        return "m"
 
     async def tokenize(self, prompt: Any, tenant: Any) -> tuple[int, ...]:
         self.asked.append(GenerateRequest(prompt=prompt))

@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from baton.cluster import RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.errors import StoreUnavailable
 from baton.rpc import MalformedCount
 from baton.tasks import cancel_and_wait
+from kvstore.adapters import AdapterStore, MemoryAdapters
 from kvstore.index import MemoryIndex, MemoryStore, Mirror, MirrorFollower, RedisConnection
 from kvstore.leases import MemoryLeases
 from router.admission import SloCounts
@@ -20,7 +22,8 @@ from router.cluster.dependencies import Dependencies
 from router.cluster.registry import Registry
 from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import PoolView
-from tests.support.builders import worker_info
+from tests.support.builders import registered_adapter, worker_info
+from tests.support.waiting import until
 
 POLL_S = 0.005
 
@@ -42,7 +45,11 @@ class ForgetfulLeases(MemoryLeases):
 
 @contextlib.asynccontextmanager
 async def followed(
-    store: MemoryStore, leases: MemoryLeases, lease_s: float, poll_s: float = POLL_S
+    store: MemoryStore,
+    leases: MemoryLeases,
+    lease_s: float,
+    poll_s: float = POLL_S,
+    adapters: AdapterStore | None = None,
 ) -> AsyncIterator[PoolView]:
     """What a router knows of the workers while it polls."""
     mirror, redis = Mirror(), RedisConnection("redis://127.0.0.1:1/0")
@@ -56,6 +63,7 @@ async def followed(
         slo_counts=SloCounts(),
         models=(),
         redis=redis,
+        adapters=adapters or MemoryAdapters(store),
         malformed=MalformedCount(),
         dependencies=Dependencies(redis, {}),
         poll_s=poll_s,
@@ -176,3 +184,42 @@ async def test_boot_tokens_that_somebody_writes_keep_no_dead_worker() -> None:
             await pools.wait_for_change(1)
             if not pools.workers:
                 break
+
+
+class Adapters(MemoryAdapters):
+    """A registry that a router may be kept from reading."""
+
+    is_away = False
+
+    async def follow(self) -> None:
+        if self.is_away:
+            raise StoreUnavailable("NOPERM")
+        await super().follow()
+
+
+async def test_adapters_are_known_before_the_workers_that_serve_them_and_followed() -> None:
+    store = MemoryStore()
+    leases, other, own = MemoryLeases(store), MemoryAdapters(store), Adapters(store)
+    await other.put(registered_adapter("poet"))
+    await joins(leases, "a")
+    async with followed(store, leases, 10.0, adapters=own) as pools:
+        async with asyncio.timeout(5):
+            await pools.wait_for_change(5)
+        assert list(own.adapters) == ["poet"]
+        await other.put(registered_adapter("prose"))
+        await until(lambda: len(own.adapters) == 2)
+
+
+async def test_a_registry_of_adapters_that_may_not_be_read_leaves_the_model_served(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = MemoryStore()
+    leases, own = MemoryLeases(store), Adapters(store)
+    own.is_away = True
+    async with followed(store, leases, 10.0, adapters=own) as pools:
+        await joins(leases, "a")
+        await comes_to(pools, "a")
+        await joins(leases, "b")
+        await comes_to(pools, "a", "b")
+    told = [record.getMessage() for record in caplog.records if "registry of adapters" in record.getMessage()]
+    assert len(told) == 1

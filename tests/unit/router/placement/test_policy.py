@@ -646,3 +646,45 @@ def test_who_takes_no_work_is_a_source_at_most(mode: str) -> None:
     leaving = [decode("a", num_cached_tokens=992, takes_work=False), prefill("b", takes_work=False)]
     assert set(chosen([*leaving, decode("d", wait_s=9.0), prefill("p", wait_s=9.0)], mode)) <= {"d", "p"}
     assert place(PROMPT, leaving, mode) is None
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_time_to_load_an_adapter_is_part_of_the_first_token() -> None:
+    pool = [prefill("p0", 0.3), prefill("p1"), decode("d0"), decode("d1")]
+    assert chosen(pool, "disaggregated")[0] == "p1"
+    assert chosen(pool, "disaggregated", loads_s={"p1": 0.25})[0] == "p1", "loading is faster than waiting"
+    placement = placed(pool, "disaggregated", loads_s={"p1": 0.5})
+    assert placement.computes == "p0"
+    assert placement.prediction.load_s == 0.0
+    alone = placed([pool[1], pool[2]], "disaggregated", loads_s={"p1": 0.5})
+    assert alone.prediction.load_s == 0.5
+    assert alone.prediction.ttft_s == pytest.approx(placed([pool[1], pool[2]], "disaggregated").prediction.ttft_s + 0.5)
+
+
+def test_decode_workers_that_hold_the_adapter_are_preferred() -> None:
+    pool = [prefill("p0"), decode("d0"), decode("d1"), decode("d2")]
+    for holder in ("d0", "d1", "d2"):
+        others = {c.worker_id: 0.5 for c in pool if c.worker_id not in ("p0", holder)}
+        assert chosen(pool, "disaggregated", loads_s=others) == ("p0", holder)
+        assert chosen(pool, "aggregated", loads_s=others) == (holder, holder)
+
+
+def test_a_mode_is_chosen_by_where_the_adapter_is() -> None:
+    """The prompt takes one second; the decode worker alone holds the adapter, or the prefill worker does too."""
+    pool = [prefill("p0"), decode("d0")]
+    assert placed(pool, loads_s={"p0": 2.0}).mode is Mode.AGGREGATED
+    assert placed(pool, loads_s={"d0": 2.0}).mode is Mode.DISAGGREGATED
+    assert placed(pool, loads_s={"p0": 2.0, "d0": 2.0}).mode is Mode.AGGREGATED, "one load is less than two"
+    assert placed(pool, "disaggregated", loads_s={"p0": 2.0, "d0": 1.0}).prediction.load_s == 3.0
+
+
+def test_where_the_adapter_is_shows_in_a_large_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle workers without it do not hide the ones that hold it, and the other way round."""
+    busy = [decode(f"held-{i}", 0.2, num_kv_tokens=50) for i in range(4)]
+    idle = [decode(f"idle-{i:02}") for i in range(policy.LARGE_POOL)]
+    loads_s = {each.worker_id: 1.0 for each in idle}
+    assert chosen([*busy, *idle], "aggregated", loads_s=loads_s)[0].startswith("held")
+    quick = dict.fromkeys(loads_s, 0.05)
+    assert chosen([*busy, *idle], "aggregated", loads_s=quick)[0].startswith("idle")

@@ -12,7 +12,7 @@ from baton.costs import PRIOR
 from baton.messages import SequenceSpec
 from kvstore.index import BlockEvent, Mirror, Op
 from router.placement import Candidate, Job, Prompt, Turn
-from router.placement.pool_view import SUSPICION_S, PoolView
+from router.placement.pool_view import ADAPTER_LOAD_S, LOADING_S, SUSPICION_S, PoolView
 from tests.support import builders
 
 COSTS = builders.step_costs(s_per_token=1e-3)
@@ -409,3 +409,53 @@ async def test_a_worker_that_reports_no_costs_does_not_get_everything() -> None:
     assert seconds["liar"] >= seconds["w0"] / 8 > 0
     await pools.update([worker("alone", costs=free)])
     assert candidate(pools, "alone").costs == free
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+POET = builders.registered_adapter("poet").adapter
+
+
+def with_adapters(worker_id: str, *digests: str, epoch: int = 1, load_s: float = 0.0, most: int = 4) -> Worker:
+    info = builders.worker_info(worker_id, epoch=epoch, max_adapters=most)
+    return Worker(info, replace(LOAD, adapters=digests, adapter_load_s=load_s))
+
+
+async def test_workers_that_do_not_hold_an_adapter_would_load_it() -> None:
+    pools, _ = view()
+    await pools.update([
+        with_adapters("none", most=0),
+        with_adapters("holds", POET.digest, "cd" * 32),
+        with_adapters("other", "cd" * 32, load_s=0.25),
+        with_adapters("new"),
+    ])  # fmt: skip
+    assert pools.loads_s(POET) == {"other": 0.25, "new": ADAPTER_LOAD_S}
+    assert pools.without_adapters == {"none"}
+
+
+async def test_a_worker_that_was_sent_a_request_for_an_adapter_counts_as_holding_it_for_a_while() -> None:
+    pools, clock = view()
+    worker = with_adapters("new")
+    await pools.update([worker])
+    pools.loads(worker, POET)
+    assert pools.loads_s(POET) == {}
+    assert pools.loads_s(builders.registered_adapter("prose", "cd" * 32).adapter) == {"new": ADAPTER_LOAD_S}
+    clock.now += 0.9 * LOADING_S
+    pools.loads(worker, POET)
+    clock.now += 0.2 * LOADING_S
+    assert pools.loads_s(POET) == {"new": ADAPTER_LOAD_S}, "its lease would list it by now"
+    await pools.update([worker])
+    pools.loads(worker, POET)
+    assert pools.loads_s(POET) == {}, "the next request tries again"
+    await pools.update([with_adapters("new", epoch=2)])
+    assert pools.loads_s(POET) == {"new": ADAPTER_LOAD_S}, "a new process has loaded nothing"
+
+
+async def test_what_is_believed_of_loads_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.placement.pool_view.MAX_LOADING", 1)
+    pools, _ = view()
+    worker, prose = with_adapters("new"), builders.registered_adapter("prose", "cd" * 32).adapter
+    await pools.update([worker])
+    pools.loads(worker, POET)
+    pools.loads(worker, prose)
+    assert (pools.loads_s(POET), pools.loads_s(prose)) == ({}, {"new": ADAPTER_LOAD_S})
