@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NoReturn
 
-from baton.errors import BatonError, DeviceLost, LostInStep, Overloaded, WorkerFailed
+from baton.errors import BatonError, DeviceLost, ImagesMissing, LostInStep, Overloaded, WorkerFailed
 from baton.hypotheses import Hypotheses
-from baton.messages import SequenceSpec
+from baton.messages import SeenImage, SequenceSpec
 from baton.tasks import seen_through
 from baton.turns import Turns
 from engine.core.engine import Engine
@@ -29,6 +29,7 @@ from engine.core.outputs import (
     Pin,
     Refused,
 )
+from engine.core.requirements import images_of
 from engine.core.runner import Fence, OnLayerDone, StepInput, StepPart, ignore_layer
 from engine.core.sequence import Purpose, Sequence, Status
 from engine.core.step_threads import FORGETTING, RunningStep, StepThreads
@@ -38,6 +39,8 @@ LEAST_LEAD_S = 0.001
 """Minimum time before the end of a step at which the next one is planned: timers have this resolution."""
 NUM_PREPARING, MAX_PREPARING = 4, 4096
 """Limits on structures that are compiled at a time (one less for one cache scope) and on those that wait for it."""
+MAX_LOOKING = 128
+"""Limit on images that wait to be decoded or encoded, one at a time; half of it is for those of clients."""
 MARGIN = 2.0
 """Factor on the recent time of planning and launching that gives the lead for the next step."""
 
@@ -77,6 +80,7 @@ class EngineLoop:
         """Changed on the event loop and read by the step threads: values are replaced, never changed in place."""
         self._num_layers = engine.runner.spec.num_layers
         self._preparing = Turns(NUM_PREPARING, MAX_PREPARING)
+        self._decoding, self._encoding = Turns(1, MAX_LOOKING), Turns(1, MAX_PREPARING)
         self._wake = asyncio.Event()
         self._was_idle = False
         self._lost: DeviceLost | None = None
@@ -122,6 +126,60 @@ class EngineLoop:
         """
         return math.inf if spec.is_continued else self._max_waiting
 
+    # -- images --------------------------------------------------------------------------------------------------------
+
+    @property
+    def takes_images(self) -> bool:
+        """See `ServingEngine.takes_images`."""
+        return not isinstance(self.engine.runner.images, str)
+
+    @property
+    def image_placeholder(self) -> int | None:
+        """See `ServingEngine.image_placeholder`."""
+        store = self.engine.runner.images
+        return None if isinstance(store, str) else store.placeholder
+
+    async def look(self, images: SequenceOf[bytes]) -> tuple[SeenImage, ...]:
+        """See `ServingEngine.look`."""
+        store, found = images_of(self.engine.runner), list[SeenImage]()
+        for encoded in images:
+            async with self._decoding.turn("", 1):
+                looking = asyncio.ensure_future(asyncio.to_thread(store.look, encoded))
+                await seen_through(looking)
+            found.append(looking.result())
+        return tuple(found)
+
+    async def keep_images(self, images: SequenceOf[bytes]) -> None:
+        """See `ServingEngine.keep_images`."""
+        await self.look(images)
+
+    @contextlib.asynccontextmanager
+    async def _with_images(self, spec: SequenceSpec, purpose: Purpose) -> AsyncIterator[None]:
+        """Context manager: keeps the images of a sequence, whose embeddings are computed on entry.
+
+        Encoding an image takes up to seconds, for which no step should wait. Images in the prefix cache are not
+        encoded; if they are evicted before the sequence is admitted, its step does it.
+        """
+        if not spec.images:
+            yield
+            return
+        store = images_of(self.engine.runner)
+        store.require_placed(spec)
+        with store.pinned(spec.images):
+            if purpose is not Purpose.RECEIVE:
+                if not store.holds(spec.images):
+                    raise ImagesMissing
+                num_cached = 0
+                if spec.sampling.prompt_logprobs is None:
+                    keys = spec.block_keys(spec.token_ids, block_size=self.engine.pool.key_tokens)
+                    num_cached = self.engine.num_cached_tokens(keys)
+                async with self._encoding.turn(spec.cache_seed.hex(), 1):
+                    new = [image for image in spec.images if image.end > num_cached]
+                    encoding = asyncio.ensure_future(asyncio.to_thread(store.prepare, new))
+                    await seen_through(encoding)
+                encoding.result()
+            yield
+
     # -- sequences -----------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
@@ -135,17 +193,19 @@ class EngineLoop:
             raise Overloaded("the worker's queue is full; try again later")
         if spec.sampling.is_structured:
             await self._prepare(spec)
-        sequence = self.engine.add(spec, purpose, time.monotonic() if arrived_s is None else arrived_s)
-        self._was_idle = False
-        queue = self._outputs[sequence.key] = asyncio.Queue()
-        self._wake.set()
-        try:
-            yield SequenceHandle(self, sequence, queue)
-        finally:
-            del self._outputs[sequence.key]
-            self._watchers.pop(sequence.key, None)
-            self.engine.end(sequence)
+        arrived_s = time.monotonic() if arrived_s is None else arrived_s
+        async with self._with_images(spec, purpose):
+            sequence = self.engine.add(spec, purpose, arrived_s)
+            self._was_idle = False
+            queue = self._outputs[sequence.key] = asyncio.Queue()
             self._wake.set()
+            try:
+                yield SequenceHandle(self, sequence, queue)
+            finally:
+                del self._outputs[sequence.key]
+                self._watchers.pop(sequence.key, None)
+                self.engine.end(sequence)
+                self._wake.set()
 
     async def _prepare(self, spec: SequenceSpec) -> None:
         """Compile a sequence's structure, which may take a second. One cache scope cannot block the others."""

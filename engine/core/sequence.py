@@ -261,6 +261,8 @@ class Sequence:
             tuple(token_ids) if (samples and self.needs_history) or scores_prompt else (),
             scores_prompt,
             len(drafts),
+            None,
+            spec.images,
         )
 
     def report(self) -> PrefillReport:

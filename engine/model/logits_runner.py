@@ -19,6 +19,7 @@ from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_byt
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Drawn, Sampled, TokenScores
 from baton.tokenizer_file import end_of_sequence_ids
+from engine.core.image_store import ImageStore
 from engine.core.kv_spec import FP8
 from engine.core.pool_sizes import ROWS_PER_SEQUENCE, PoolNeeds, pool_bytes, sizes_within, table_sizes
 from engine.core.runner import (
@@ -68,12 +69,16 @@ class LogitsRunner(ABC):
     name: str
     """See `Runner.name`."""
     runs_ahead = False
+    images: ImageStore | str = "only the transformers runner computes them"
+    """See `Runner.images`."""
     token_s = 0.0
     """See `Runner.token_s`."""
     row_by_row: Callable[[], AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
     """Context manager in which a step's tokens and scores are computed."""
     _set_aside = 0
     """Bytes of each GPU that are reserved for transfers and not used by the pool."""
+    _image_bytes = 0
+    """Bytes of the host that are reserved for images."""
 
     def __init__(
         self,
@@ -97,7 +102,7 @@ class LogitsRunner(ABC):
             max_num_seqs=self.batch.max_num_seqs, max_tokens=self._model_len, snapshot_tokens=engine.snapshot_tokens
         )
         if not engine.num_blocks:  # refuse before minutes are spent on loading
-            pool_gib = _pool_gib(model, engine, self.dtype, devices, self._set_aside)
+            pool_gib = _pool_gib(model, engine, self.dtype, devices, self._set_aside, self._image_bytes)
         fixed = num_blocks or engine.num_blocks
         self._make_caches(self._sizes_of(fixed) if fixed else self._sizes_within(pool_gib), devices)
         self.sampler = SAMPLER
@@ -174,9 +179,26 @@ class LogitsRunner(ABC):
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""
         step = self._last_tokens.filled(step)
-        output = self._steps.execute(step, on_layer_done)
+        if missing := self._missing_images(step):
+            output = self._executed_without(step, missing, on_layer_done)
+        else:
+            output = self._steps.execute(step, on_layer_done)
         self._last_tokens.keep(step, ComputedStep(output))
         return output
+
+    def _missing_images(self, step: StepInput) -> frozenset[int]:
+        """Return the indices of parts that need images which the runner does not hold."""
+        return frozenset()
+
+    def _executed_without(self, step: StepInput, missing: frozenset[int], on_layer_done: OnLayerDone) -> StepOutput:
+        """Execute a step without some of its parts."""
+        others = tuple(part for index, part in enumerate(step.parts) if index not in missing)
+        if others:
+            output = self._steps.execute(StepInput(others, step.copies), on_layer_done)
+        else:
+            self._copy_blocks(step.copies)
+            output = StepOutput(sampled_token_ids=(), num_computed_tokens=())
+        return output.with_missing(step, missing)
 
     def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> LaunchedStep:
         """See `Runner.launch`."""
@@ -265,7 +287,12 @@ class LogitsRunner(ABC):
 
 
 def _pool_gib(
-    model: ModelConfig, engine: EngineConfig, dtype: str, devices: Sequence[torch.device], set_aside: int
+    model: ModelConfig,
+    engine: EngineConfig,
+    dtype: str,
+    devices: Sequence[torch.device],
+    set_aside: int,
+    image_bytes: int,
 ) -> float:
     """Return the size of each rank's pool next to the weights, in GiB. Raise ConfigError if there is no room for it."""
     share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
@@ -276,7 +303,8 @@ def _pool_gib(
         free = min(free, int(share * total))
         room = Room(free=free, num_pools=1, needed=weights, on_gpu=True, set_aside=set_aside)
     else:
-        room = Room(free=available_memory(share), num_pools=len(devices), needed=weights + PROCESS_BYTES)
+        needed = weights + PROCESS_BYTES + image_bytes
+        room = Room(free=available_memory(share), num_pools=len(devices), needed=needed)
     return room.pool_gib(engine.kv_cache_gib)
 
 
