@@ -52,7 +52,7 @@ class ImageReader(Protocol):
         """Return the tokens that take the place of one placeholder.
 
         Raises:
-            InvalidRequest: no image has this grid, or it has too many tokens.
+            InvalidRequest: no image has this grid.
         """
         ...
 
@@ -69,6 +69,11 @@ class _Held:
     @property
     def num_bytes(self) -> int:
         return len(self.encoded) + self.num_pixel_bytes
+
+    def drop_pixels(self) -> int:
+        """Return the number of bytes that were freed."""
+        freed, self.num_pixel_bytes, self.pixels = self.num_pixel_bytes, 0, None
+        return freed
 
 
 class ImageStore:
@@ -199,15 +204,19 @@ class ImageStore:
         return sum(held.num_bytes for held in self._held.values())
 
     def _shrink(self) -> None:
-        """Drop what was not used for longest: images that no sequence needs, and the pixels of the others."""
+        """Drop what was not used for longest: pixels first, then images that no sequence needs, then the last pixels."""
+        if not self._held:
+            return
+        *others, newest = self._held.values()
+        if newest.num_bytes > self._max_bytes:
+            newest.drop_pixels()
         excess = self._num_bytes() - self._max_bytes
-        for digest in list(self._held) if excess > 0 else ():
-            held = self._held[digest]
-            if not held.num_pins and digest != next(reversed(self._held)):
-                del self._held[digest]
+        for held in others:
+            if excess > 0:
+                excess -= held.drop_pixels()
+        for held in others:
+            if excess > 0 and not held.num_pins:
+                del self._held[held.seen.digest]
                 excess -= held.num_bytes
-            else:
-                excess -= held.num_pixel_bytes
-                held.pixels, held.num_pixel_bytes = None, 0
-            if excess <= 0:
-                return
+        if excess > 0:
+            newest.drop_pixels()

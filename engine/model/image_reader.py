@@ -33,6 +33,8 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 FAKE, GLOBAL, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
 """Texts with which the processors of Idefics3 and SmolVLM write an image."""
 GRID_DIMS = 3
+MOST_TOKENS = 2**18
+"""Maximum number of tokens of any image."""
 
 
 class ProcessedImages(ABC):
@@ -73,7 +75,7 @@ class ProcessedImages(ABC):
         """See `ImageReader.read`."""
         image = self._decoded(encoded)
         try:
-            self.token_ids(self._grid_of_size(image.height, image.width))
+            self._require_few(image)
             return self._prepared(image)
         except InvalidRequest:
             raise
@@ -86,13 +88,8 @@ class ProcessedImages(ABC):
     def largest(self) -> ReadImage:
         """Return a square image of as many tokens as are allowed, or of nearly as many."""
         side = math.isqrt(self._max_pixels)
-        while side > 1:
-            try:
-                self.token_ids(self._grid_of_size(side, side))
-            except InvalidRequest:
-                side = side * 7 // 8
-            else:
-                break
+        while side > 1 and len(self.token_ids(self._grid_of_size(side, side))) > self._max_tokens:
+            side = side * 7 // 8
         return self._prepared(Image.new("RGB", (side, side), (90, 120, 150)))
 
     def _prepared(self, image: Image.Image, **options: Any) -> ReadImage:
@@ -135,7 +132,8 @@ class ProcessedImages(ABC):
                     f"the image cannot be decoded, it may be truncated: {in_one_line(error)}"
                 ) from error
 
-    def _require_few(self, num_tokens: int) -> None:
+    def _require_few(self, image: Image.Image) -> None:
+        num_tokens = len(self.token_ids(self._grid_of_size(image.height, image.width)))
         if num_tokens > self._max_tokens:
             raise InvalidRequest(
                 f"the image takes {num_tokens} tokens of a prompt, and at most {self._max_tokens} are allowed here "
@@ -156,12 +154,12 @@ class MergedPatches(ProcessedImages):
         if len(grid) != GRID_DIMS or min(grid) < 1 or grid[0] != 1 or grid[1] % merge or grid[2] % merge:
             raise InvalidRequest(f"no image of this model has the grid {grid}")
         num_tokens = math.prod(grid) // merge**2
-        self._require_few(num_tokens)
+        if num_tokens > MOST_TOKENS:
+            raise InvalidRequest(f"no image of this model has the grid {grid}")
         return (self.placeholder,) * num_tokens
 
     def _grid_of_size(self, height: int, width: int) -> tuple[int, ...]:
         num_patches = self._processor.get_number_of_image_patches(height, width)
-        self._require_few(num_patches // self.merge_size**2)
         return (1, self.merge_size, num_patches // self.merge_size)  # only their number matters
 
     def _grid_of(self, found: Any) -> tuple[int, ...]:
@@ -201,10 +199,9 @@ class TiledImages(ProcessedImages):
         """See `ImageReader.token_ids`."""
         if len(grid) != GRID_DIMS or min(grid) < 0 or grid[0] != 1 or bool(grid[1]) != bool(grid[2]):
             raise InvalidRequest(f"no image of this model has the grid {grid}")
-        self._require_few((1 + grid[1] * grid[2]) * self._num_per_tile)
-        found = self._written(grid[1], grid[2])
-        self._require_few(len(found))
-        return found
+        if (1 + grid[1] * grid[2]) * self._num_per_tile > MOST_TOKENS:
+            raise InvalidRequest(f"no image of this model has the grid {grid}")
+        return self._written(grid[1], grid[2])
 
     def _write(self, rows: int, columns: int) -> tuple[int, ...]:
         tokens = IMAGE * self._num_per_tile

@@ -298,7 +298,8 @@ class ModelRank:
                 logger.info("this worker takes images")
                 return
             except Exception as error:  # the model's own code
-                self.images = str(error) if isinstance(error, ModelLoadError) else in_one_line(error)
+                reason = str(error) if isinstance(error, ModelLoadError) else in_one_line(error)
+                self.images = f"a test image is computed otherwise than by transformers, or not at all: {reason}"
             logger.warning("this worker takes no images: %s", self.images)
             for name in asked.unused:
                 owner, _, attribute = name.rpartition(".")
@@ -320,7 +321,7 @@ class ModelRank:
         spec = self._shape.cache_spec(16, name, 1, name)
         probe = images.probe(self._shape.config.vocab_size)
         if len(probe.token_ids) > longest_sequence(self._shape.config, self._engine.max_model_len):
-            raise ModelLoadError(f"sequences are shorter than {len(probe.token_ids)} tokens, the size of a test image")
+            raise ModelLoadError(f"sequences are shorter than {len(probe.token_ids)} tokens, that of a test image")
         self.cache = KVCache(spec, num_blocks_for(len(probe.token_ids), 16), 2, self._numbers.device)
         self._attention = TorchAttention(self.cache)
         ends = probe.whole_ends if self.needs_whole_prompts else probe.ends
