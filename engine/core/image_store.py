@@ -204,7 +204,7 @@ class ImageStore:
         return sum(held.num_bytes for held in self._held.values())
 
     def _shrink(self) -> None:
-        """Drop what was not used for longest: pixels first, then images that no sequence needs, then the last pixels."""
+        """Drop what was not used for longest: pixels, then images that no sequence needs, then the newest pixels."""
         if not self._held:
             return
         *others, newest = self._held.values()

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -37,23 +37,31 @@ MOST_TOKENS = 2**18
 """Maximum number of tokens of any image."""
 
 
+class Limits(NamedTuple):
+    """Limits on a worker's images."""
+
+    max_pixels: int
+    """See `engine.max_image_pixels`."""
+    max_tokens: int
+    """Maximum number of tokens of an image."""
+
+
 class ProcessedImages(ABC):
     """Reader of a model's images with its own image processor.
 
     Args:
         processor: transformers' image processor.
         placeholder: see `ImageReader.placeholder`.
-        max_pixels: see `engine.max_image_pixels`.
-        max_tokens: maximum number of tokens of an image.
+        limits: limits on the images.
     """
 
     merge_size = 0
     """Patches per side of the square that one token stands for; 0: positions do not follow from the grid."""
 
-    def __init__(self, processor: Any, placeholder: int, max_pixels: int, max_tokens: int) -> None:
+    def __init__(self, processor: Any, placeholder: int, limits: Limits) -> None:
         self.placeholder = placeholder
         self._processor = processor
-        self._max_pixels, self._max_tokens = max_pixels, max_tokens
+        self._max_pixels, self._max_tokens = limits
 
     @abstractmethod
     def token_ids(self, grid: tuple[int, ...]) -> tuple[int, ...]:
@@ -144,8 +152,8 @@ class ProcessedImages(ABC):
 class MergedPatches(ProcessedImages):
     """Images of Qwen's models: a token for each square of patches, whatever the size. The grid counts the patches."""
 
-    def __init__(self, processor: Any, placeholder: int, max_pixels: int, max_tokens: int) -> None:
-        super().__init__(processor, placeholder, max_pixels, max_tokens)
+    def __init__(self, processor: Any, placeholder: int, limits: Limits) -> None:
+        super().__init__(processor, placeholder, limits)
         self.merge_size = int(processor.merge_size)
 
     def token_ids(self, grid: tuple[int, ...]) -> tuple[int, ...]:
@@ -185,13 +193,12 @@ class TiledImages(ProcessedImages):
         self,
         processor: Any,
         placeholder: int,
-        max_pixels: int,
-        max_tokens: int,
+        limits: Limits,
         *,
         tokenizer: Tokenizer,
         num_per_tile: int,
     ) -> None:
-        super().__init__(processor, placeholder, max_pixels, max_tokens)
+        super().__init__(processor, placeholder, limits)
         self._tokenizer, self._num_per_tile = tokenizer, num_per_tile
         self._written = lru_cache(64)(self._write)
 
@@ -249,20 +256,20 @@ def reader_of(model: ModelConfig, engine: EngineConfig, config: Any, max_tokens:
     assert isinstance(placeholder, int)
     try:
         processor = load_image_processor(folder, config)
-        limits = (placeholder, engine.max_image_pixels, min(max_tokens - 1, engine.max_image_tokens or max_tokens))
-        return _reader(processor, limits, folder, config)
+        limits = Limits(engine.max_image_pixels, min(max_tokens - 1, engine.max_image_tokens or max_tokens))
+        return _reader(processor, placeholder, limits, folder, config)
     except Exception as error:  # the library raises no narrower class
         return f"its image processor cannot be used: {in_one_line(error)}"
 
 
-def _reader(processor: Any, limits: tuple[int, int, int], folder: Path, config: Any) -> ProcessedImages | str:
-    name, placeholder = type(processor).__name__, limits[0]
+def _reader(processor: Any, placeholder: int, limits: Limits, folder: Path, config: Any) -> ProcessedImages | str:
+    name = type(processor).__name__
     if name == "Qwen2VLImageProcessorPil":
         if (merge := getattr(config.vision_config, "spatial_merge_size", None)) != processor.merge_size:
             return (
                 f"its image processor merges {processor.merge_size} patches per side, and its config.json says {merge}"
             )
-        return MergedPatches(processor, *limits)
+        return MergedPatches(processor, placeholder, limits)
     if name not in ("Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil"):
         return f"images that need a {name} are not supported"
     vision = config.vision_config
@@ -273,7 +280,7 @@ def _reader(processor: Any, limits: tuple[int, int, int], folder: Path, config: 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     if tokenizer.token_to_id(IMAGE) != placeholder or None in map(tokenizer.token_to_id, (FAKE, GLOBAL)):
         return f"its tokenizer lacks {FAKE} or {GLOBAL}, or its {IMAGE} is not token {placeholder}"
-    return TiledImages(processor, *limits, tokenizer=tokenizer, num_per_tile=num_per_tile)
+    return TiledImages(processor, placeholder, limits, tokenizer=tokenizer, num_per_tile=num_per_tile)
 
 
 def _noise(height: int, width: int) -> Image.Image:

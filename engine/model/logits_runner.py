@@ -102,7 +102,7 @@ class LogitsRunner(ABC):
             max_num_seqs=self.batch.max_num_seqs, max_tokens=self._model_len, snapshot_tokens=engine.snapshot_tokens
         )
         if not engine.num_blocks:  # refuse before minutes are spent on loading
-            pool_gib = _pool_gib(model, engine, self.dtype, devices, self._set_aside, self._image_bytes)
+            pool_gib = self._pool_gib(model, engine, devices)
         fixed = num_blocks or engine.num_blocks
         self._make_caches(self._sizes_of(fixed) if fixed else self._sizes_within(pool_gib), devices)
         self.sampler = SAMPLER
@@ -114,6 +114,24 @@ class LogitsRunner(ABC):
         self._sampler = Sampler(eos_token_ids, self._structures)
         self._last_tokens = LastTokens()
         self._steps = SmallerSteps(self._executed, self._copy_blocks, self.recover)
+
+    def _pool_gib(self, model: ModelConfig, engine: EngineConfig, devices: Sequence[torch.device]) -> float:
+        """Return the size of each rank's pool next to the weights, in GiB.
+
+        Raises:
+            ConfigError: there is no room for it.
+        """
+        share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
+        kept = "fp8" if model.weights == "fp8" else self.dtype
+        weights = weights_bytes(Path(model.path), kept) // len(devices)
+        if devices[0].type == "cuda":
+            free, total = torch.cuda.mem_get_info(devices[0])
+            free = min(free, int(share * total))
+            room = Room(free=free, num_pools=1, needed=weights, on_gpu=True, set_aside=self._set_aside)
+        else:
+            needed = weights + PROCESS_BYTES + self._image_bytes
+            room = Room(free=available_memory(share), num_pools=len(devices), needed=needed)
+        return room.pool_gib(engine.kv_cache_gib)
 
     def _sizes_of(self, num_blocks: int) -> tuple[int, ...]:
         """Return the sizes of the block tables of a pool with this many blocks."""
@@ -284,28 +302,6 @@ class LogitsRunner(ABC):
     def _wait_for_stream(self) -> None:
         if self.cache.device.type == "cuda":
             torch.cuda.current_stream(self.cache.device).synchronize()
-
-
-def _pool_gib(
-    model: ModelConfig,
-    engine: EngineConfig,
-    dtype: str,
-    devices: Sequence[torch.device],
-    set_aside: int,
-    image_bytes: int,
-) -> float:
-    """Return the size of each rank's pool next to the weights, in GiB. Raise ConfigError if there is no room for it."""
-    share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
-    kept = "fp8" if model.weights == "fp8" else dtype
-    weights = weights_bytes(Path(model.path), kept) // len(devices)
-    if devices[0].type == "cuda":
-        free, total = torch.cuda.mem_get_info(devices[0])
-        free = min(free, int(share * total))
-        room = Room(free=free, num_pools=1, needed=weights, on_gpu=True, set_aside=set_aside)
-    else:
-        needed = weights + PROCESS_BYTES + image_bytes
-        room = Room(free=available_memory(share), num_pools=len(devices), needed=needed)
-    return room.pool_gib(engine.kv_cache_gib)
 
 
 def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> None:

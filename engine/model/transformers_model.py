@@ -109,20 +109,20 @@ class ModelRank:
         torch.backends.cuda.enable_cudnn_sdp(False)
         transformers_logging.set_verbosity_error()  # it warns of generation settings that are not used here
         transformers_logging.disable_progress_bar()
+        self._engine = engine
         config = load_config(model.path)
         asked = asked or pretrained.ask_folder(Path(model.path), config)
         self.images: RankImages | str
         try:
-            self.model = _loaded(model, engine, cache.device, config, asked, sees=not isinstance(reader, str))
+            self.model = self._load(model, cache.device, config, asked, sees=not isinstance(reader, str))
         except ModelLoadError as error:
             if isinstance(reader, str):
                 raise
             reader = str(error)
-            self.model = _loaded(model, engine, cache.device, config, asked, sees=False)
+            self.model = self._load(model, cache.device, config, asked, sees=False)
         self.images = (
             reader if isinstance(reader, str) else RankImages(self.model, reader, int(engine.image_cache_gib * GIB))
         )
-        self._engine = engine
         self._numbers = StepNumbers(cache.device)
         self._last_keys = frozenset[int]()
         """Keys of the sequences in the previous step."""
@@ -141,6 +141,42 @@ class ModelRank:
         if engine.batch_invariant:
             make_invariant(self.model)
         self.use(cache)
+
+    def _load(self, model: ModelConfig, device: torch.device, config: Any, asked: AskedModel, *, sees: bool) -> Any:
+        """Return transformers' model of a folder, on a device.
+
+        Args:
+            sees: see `pretrained.load_model`.
+
+        Raises:
+            ModelLoadError: the weights cannot be loaded, or the checkpoint is incomplete.
+        """
+        placed: dict[str, Any] = {}
+        if self._engine.tensor_parallel > 1:
+            placed["distributed_config"] = DistributedConfig(tp_size=self._engine.tensor_parallel, tp_plan="auto")
+        elif device.type != "cpu":
+            placed["device_map"] = {"": device}  # tensor by tensor, so the host never holds the whole model
+        try:
+            loaded, report = pretrained.load_model(
+                Path(model.path),
+                config,
+                asked,
+                ATTENTION_NAME,
+                sees=sees,
+                dtype=torch_dtype(arithmetic_dtype(config, model.dtype, device.type == "cuda")),
+                **placed,
+            )
+        except ModelLoadError:
+            raise
+        except Exception as error:  # the library raises no narrower class
+            if fault_of(error) is Fault.OUT_OF_MEMORY:
+                raise ModelLoadError(
+                    f"the weights in {model.path} do not fit into the GPU's memory: take a narrower model.dtype, a "
+                    f"larger engine.tensor_parallel or fewer workers on a GPU ({in_one_line(error)})"
+                ) from error
+            raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
+        _require_complete(model.path, type(loaded).__name__, report, () if sees else asked.unused)
+        return loaded.to(device).eval()
 
     def use(self, cache: KVCache) -> None:
         """Replace the cache by one of the same shape on the same device. The old one must not be in use any more."""
@@ -373,45 +409,6 @@ class ModelRank:
             for group, block, begin in entered_blocks(self.cache, entered):
                 self.cache.clear_places(group, block, begin)
         self._last_keys = keys
-
-
-def _loaded(
-    model: ModelConfig, engine: EngineConfig, device: torch.device, config: Any, asked: AskedModel, *, sees: bool
-) -> Any:
-    """Return transformers' model of a folder, on a device.
-
-    Args:
-        sees: see `pretrained.load_model`.
-
-    Raises:
-        ModelLoadError: the weights cannot be loaded, or the checkpoint is incomplete.
-    """
-    placed: dict[str, Any] = {}
-    if engine.tensor_parallel > 1:
-        placed["distributed_config"] = DistributedConfig(tp_size=engine.tensor_parallel, tp_plan="auto")
-    elif device.type != "cpu":
-        placed["device_map"] = {"": device}  # tensor by tensor, so the host never holds the whole model
-    try:
-        loaded, report = pretrained.load_model(
-            Path(model.path),
-            config,
-            asked,
-            ATTENTION_NAME,
-            sees=sees,
-            dtype=torch_dtype(arithmetic_dtype(config, model.dtype, device.type == "cuda")),
-            **placed,
-        )
-    except ModelLoadError:
-        raise
-    except Exception as error:  # the library raises no narrower class
-        if fault_of(error) is Fault.OUT_OF_MEMORY:
-            raise ModelLoadError(
-                f"the weights in {model.path} do not fit into the GPU's memory: take a narrower model.dtype, a "
-                f"larger engine.tensor_parallel or fewer workers on a GPU ({in_one_line(error)})"
-            ) from error
-        raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
-    _require_complete(model.path, type(loaded).__name__, report, () if sees else asked.unused)
-    return loaded.to(device).eval()
 
 
 def chosen(gpu: str, attention: Attention, graphs: DecodeGraphs | str, fused: Fused) -> Computes:

@@ -17,6 +17,7 @@ from baton.sampling import SamplingParams
 from baton.scores import Sampled
 from engine.core.engine import Engine
 from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
+from engine.core.image_store import ImageStore
 from engine.core.outputs import Generated, Reserved
 from engine.core.pool_sizes import PoolNeeds, table_sizes
 from engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, ignore_layer
@@ -87,6 +88,7 @@ class CostlyRunner:
     """Model without tensors: the next token is the sequence's own next number."""
 
     runs_ahead = False
+    images: ImageStore | str = "the simulator computes no images"
     token_s = 0.0
     computes = Computes()
 

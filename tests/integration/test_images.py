@@ -23,6 +23,7 @@ from transformers.image_utils import load_image
 from baton.config import ModelConfig
 from baton.errors import ImagesMissing, InvalidRequest, Unsupported
 from baton.messages import DecodeRequest, FirstToken, PrefillRequest, SequenceSpec, Ticket
+from baton.scores import TokenScores
 from baton.tasks import cancel_and_wait
 from decode_worker.service import DecodeService
 from engine.core.engine import Engine
@@ -44,6 +45,7 @@ from tests.integration.test_engine_models import (
     make_engine,
     same_up_to_near_ties,
     tokens_of,
+    without,
 )
 from tests.integration.test_families import SLOTS, rest_of
 from tests.support.builders import sequence_spec
@@ -80,7 +82,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
     return make
 
 
-def text(seed: int, length: int) -> list[int]:
+def text(seed: int, length: int) -> list[Any]:
     draw = random.Random(seed)
     return [draw.randrange(30, 490) for _ in range(length)]
 
@@ -255,12 +257,12 @@ def test_prompt_scores_are_those_of_the_whole_model(kind: str, saved: Callable[[
     engine, parts = make_engine(model.folder), prompts()[2]
     prompt = model.written(parts)
     sequence = engine.add(spec_of(engine, "one", parts, prompt_logprobs=1), Purpose.GENERATE, 0.0)
-    scores = None
+    scores: TokenScores | None = None
     while scores is None:
         step, _ = engine.schedule(0.0)
         for output in engine.commit(step, engine.runner.execute(step), 0.0):
             assert isinstance(output, Generated)
-            scores = output.report and output.report.prompt_scores
+            scores = output.report.prompt_scores if output.report else None
     engine.end(sequence)
     with torch.no_grad():
         logits = model.model(input_ids=torch.tensor([prompt.token_ids]), **prompt.inputs).logits[0]
@@ -314,7 +316,7 @@ async def test_the_decode_worker_needs_no_pixels(kind: str, saved: Callable[[str
                     assert event.token_id is not None
                     first = event.token_id
             assert same_up_to_near_ties([first, *await rest], model.refer(parts))
-            assert decode.loop.engine.runner.images.num_bytes == 0
+            assert runners[1].images.num_bytes == 0
 
 
 def run_until_idle(engine: Engine, *, ahead: bool) -> list[Output]:
@@ -492,7 +494,7 @@ def test_what_is_not_computed_is_no_image_and_text_is_served(
 
 def test_a_checkpoint_without_its_encoder_serves_text(saved: Callable[[str], Saved], tmp_path: Path) -> None:
     folder = copied(saved("qwen2_vl"), tmp_path / "text")
-    edit_weights(folder, lambda weights: [weights.pop(name) for name in list(weights) if "visual" in name])  # type: ignore[func-returns-value]
+    edit_weights(folder, without("visual"))
     assert "lacks model.visual" in reason_of(folder)
 
 
