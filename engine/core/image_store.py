@@ -31,7 +31,7 @@ class ReadImage:
     pixels: Any
     """Inputs of the encoder, in a type of the reader."""
     num_bytes: int
-    """Their size in memory."""
+    """Size of the pixels in memory."""
 
 
 class ImageReader(Protocol):
@@ -57,7 +57,7 @@ class ImageReader(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Held:
     encoded: bytes
     seen: SeenImage
@@ -121,7 +121,9 @@ class ImageStore:
         seen = SeenImage(digest=digest, grid=read.grid, token_ids=self._reader.token_ids(read.grid))
         with self._lock:
             if digest not in self._held:
-                self._held[digest] = _Held(encoded, seen, read.pixels, read.num_bytes)
+                self._held[digest] = _Held(
+                    encoded=encoded, seen=seen, pixels=read.pixels, num_pixel_bytes=read.num_bytes
+                )
                 self._shrink()
         return seen
 

@@ -34,7 +34,7 @@ from engine.model.image_reader import ProcessedImages
 from engine.uploads import StepNumbers
 
 TYPES = "mm_token_type_ids"
-"""Argument by which a model is told which tokens stand for images."""
+"""Argument of models with the kind of each token: 1 for placeholders of images, 0 for text."""
 NUM_AROUND = 12
 """Number of tokens around a test image."""
 FEATURES = "deepstack_visual_embeds"
