@@ -64,7 +64,8 @@ def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside
 def _draft_settings(model: ModelConfig, engine: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
     """Return the settings of the draft model.
 
-    Its KV is not transferred, so its type is the compute type. Its guesses need not be reproducible.
+    Its KV is not transferred, so its type is the compute type. Its guesses need not be reproducible, and it sees no
+    images.
     """
     own = replace(
         engine,
@@ -76,6 +77,7 @@ def _draft_settings(model: ModelConfig, engine: EngineConfig) -> tuple[ModelConf
         batch_invariant=False,
         attention="auto",
         max_adapters=0,
+        images="off",
     )
     return replace(model, path=engine.draft_model, revision=""), own
 

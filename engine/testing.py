@@ -34,6 +34,7 @@ from baton.config import EngineConfig, ModelConfig, TestingConfig
 from baton.messages import Adapter
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Sampled, TokenScores
+from engine.core.image_store import ImageStore
 from engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup, StateSpec
 from engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from engine.model.kv_cache import KVCache
@@ -62,6 +63,7 @@ class ArithmeticRunner:
     """
 
     runs_ahead = False
+    images: ImageStore | str = "the arithmetic engine has no encoder"
     unknown_settings = frozenset({"kv_cache_gib", "kv_dtype", "attention", "draft_model", "draft_kv_cache_gib"})
     """Settings that this engine does not support: its pool is counted in blocks, and no model is smaller."""
 

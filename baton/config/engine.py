@@ -219,6 +219,17 @@ class EngineConfig(EveryEngineConfig):
     max_adapter_rank: AtLeastOne = 64
     """Largest rank of an adapter. A GPU worker reserves the memory of `max_adapters` adapters of this rank at its
     start; on a CPU they take memory only when they are loaded."""
+    images: Annotated[str, OneOf("auto", "off"), ON_OFF] = "auto"
+    """Images in prompts, for models that take them. auto: on if the model's folder describes its image processor, and
+    the model computes a test image over the KV cache as transformers does; the log says why it is off. Such a model
+    runs on transformers, with the weights of its vision encoder. off: text only."""
+    image_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER, Must.be("more than 0 GiB")] = 0.5
+    """Size of each of a worker's two image caches in the host's memory, in GiB: received images with their pixels, and
+    the embeddings that the encoder has computed from them."""
+    max_image_pixels: AtLeastOne = 25_000_000
+    """Maximum width times height of an image, in pixels; larger images are refused before they are decoded."""
+    max_image_tokens: Int = 0
+    """Maximum number of prompt tokens that one image may take; 0: as many as fit into a sequence."""
     step_timeout_s: Wait = 60.0
     """Timeout of a step, in seconds, or 20 times its expected duration if that is longer. A step that exceeds it means
     that the device or one of several ranks hangs: the worker's process exits, and its requests migrate to other

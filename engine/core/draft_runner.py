@@ -59,6 +59,7 @@ class DraftedRunner:
         self.computes = replace(computes, fallbacks=(*computes.fallbacks, *fallbacks))
         self.token_s = target.token_s + draft.token_s
         self.max_adapters = target.max_adapters
+        self.images = target.images
         self._clock = clock
         self._keys = itertools.count()
 
@@ -133,7 +134,10 @@ class DraftedRunner:
         return tuple(filled), Proposed(counts, self._clock() - began_s)
 
     def _ends(self, part: StepPart, token_id: int) -> bool:
+        """Return whether no draft may be `token_id`, or follow it."""
         asked = part.sampling
+        if not isinstance(self.images, str) and token_id == self.images.placeholder:
+            return True
         return token_id in asked.stop_token_ids or (token_id in self.eos_token_ids and not asked.ignore_eos)
 
 

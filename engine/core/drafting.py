@@ -46,16 +46,24 @@ class Drafter:
         most: maximum number of drafts per sequence and step.
         eos_token_ids: tokens that end every response.
         max_model_len: maximum length of a sequence, in tokens.
+        never: tokens that are no drafts: placeholders of images, which repeat in a prompt and not in a response.
         model: draft model, which proposes drafts in addition to the n-gram look-up; None: only the look-up does.
     """
 
     def __init__(
-        self, most: int, eos_token_ids: Collection[int], max_model_len: int, model: DraftModel | None = None
+        self,
+        most: int,
+        eos_token_ids: Collection[int],
+        max_model_len: int,
+        model: DraftModel | None = None,
+        *,
+        never: Collection[int] = (),
     ) -> None:
         self.model = model
         self._most = most
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
+        self._never = frozenset(never)
         self.price = DraftPrice()
         """Price of checking a draft. While it is unknown there are no drafts."""
 
@@ -123,7 +131,7 @@ class Drafter:
         if sequence.ngrams is None:
             stops = frozenset(spec.sampling.stop_token_ids)
             ends = stops if spec.sampling.ignore_eos else stops | self._eos_token_ids
-            sequence.ngrams = NgramIndex(min(sequence.most_tokens, self._max_model_len), ends)
+            sequence.ngrams = NgramIndex(min(sequence.most_tokens, self._max_model_len), ends | self._never)
         is_read = sequence.ngrams.read(sequence.token_ids, spec.num_prompt_tokens)
         return sequence.ngrams.guess(sequence.token_ids, most) if is_read else NO_GUESS
 
@@ -141,7 +149,8 @@ def drafter_of(runner: Runner, most: int, most_tokens: int) -> Drafter | None:
     model = None
     if isinstance(runner, DraftedRunner):
         model = DraftModel(runner.draft, runner.spec.block_size, most_tokens)
-    return Drafter(most, runner.eos_token_ids, runner.max_model_len, model)
+    never = () if isinstance(runner.images, str) else (runner.images.placeholder,)
+    return Drafter(most, runner.eos_token_ids, runner.max_model_len, model, never=never)
 
 
 def _paying(chances: SequenceOf[float], prices: SequenceOf[float]) -> tuple[int, float]:

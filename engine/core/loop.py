@@ -13,9 +13,17 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from baton.adapters import AdapterFacts
-from baton.errors import BatonError, DeviceLost, InvalidRequest, LostInStep, Overloaded, WorkerFailed
+from baton.errors import (
+    BatonError,
+    DeviceLost,
+    ImagesMissing,
+    InvalidRequest,
+    LostInStep,
+    Overloaded,
+    WorkerFailed,
+)
 from baton.hypotheses import Hypotheses
-from baton.messages import SequenceSpec
+from baton.messages import SeenImage, SequenceSpec
 from baton.tasks import seen_through
 from baton.turns import Turns
 from engine.core.adapter_loader import AdapterLoader
@@ -33,7 +41,7 @@ from engine.core.outputs import (
     Pin,
     Refused,
 )
-from engine.core.requirements import require_computable
+from engine.core.requirements import images_of, require_computable
 from engine.core.runner import Fence, OnLayerDone, StepInput, StepPart, ignore_layer
 from engine.core.sequence import Purpose, Sequence, Status
 from engine.core.step_threads import FORGETTING, RunningStep, StepThreads
@@ -43,6 +51,8 @@ LEAST_LEAD_S = 0.001
 """Minimum time before the end of a step at which the next one is planned: timers have this resolution."""
 NUM_PREPARING, MAX_PREPARING = 4, 4096
 """Limits on structures that are compiled at a time (one less for one cache scope) and on those that wait for it."""
+MAX_LOOKING = 128
+"""Limit on images that wait to be decoded or encoded, one at a time; half of it is for those of clients."""
 MARGIN = 2.0
 """Factor on the recent time of planning and launching that gives the lead for the next step."""
 
@@ -84,6 +94,7 @@ class EngineLoop:
         self._preparing = Turns(NUM_PREPARING, MAX_PREPARING)
         self._adapters = AdapterLoader(engine.adapters, engine.runner.load_adapter)
         self._checking = asyncio.Lock()
+        self._decoding, self._encoding = Turns(1, MAX_LOOKING), Turns(1, MAX_PREPARING)
         self._wake = asyncio.Event()
         self._was_idle = False
         self._lost: DeviceLost | None = None
@@ -136,6 +147,60 @@ class EngineLoop:
         """
         return math.inf if spec.is_continued else self._max_waiting
 
+    # -- images --------------------------------------------------------------------------------------------------------
+
+    @property
+    def takes_images(self) -> bool:
+        """See `ServingEngine.takes_images`."""
+        return not isinstance(self.engine.runner.images, str)
+
+    @property
+    def image_placeholder(self) -> int | None:
+        """See `ServingEngine.image_placeholder`."""
+        store = self.engine.runner.images
+        return None if isinstance(store, str) else store.placeholder
+
+    async def look(self, images: SequenceOf[bytes]) -> tuple[SeenImage, ...]:
+        """See `ServingEngine.look`."""
+        store, found = images_of(self.engine.runner), list[SeenImage]()
+        for encoded in images:
+            async with self._decoding.turn("", 1):
+                looking = asyncio.ensure_future(asyncio.to_thread(store.look, encoded))
+                await seen_through(looking)
+            found.append(looking.result())
+        return tuple(found)
+
+    async def keep_images(self, images: SequenceOf[bytes]) -> None:
+        """See `ServingEngine.keep_images`."""
+        await self.look(images)
+
+    @contextlib.asynccontextmanager
+    async def _with_images(self, spec: SequenceSpec, purpose: Purpose) -> AsyncIterator[None]:
+        """Context manager: keeps the images of a sequence, whose embeddings are computed on entry.
+
+        Encoding an image takes up to seconds, for which no step should wait. Images in the prefix cache are not
+        encoded; if they are evicted before the sequence is admitted, its step does it.
+        """
+        if not spec.images:
+            yield
+            return
+        store = images_of(self.engine.runner)
+        store.require_placed(spec)
+        with store.pinned(spec.images):
+            if purpose is not Purpose.RECEIVE:
+                if not store.holds(spec.images):
+                    raise ImagesMissing
+                num_cached = 0
+                if spec.sampling.prompt_logprobs is None:
+                    keys = spec.block_keys(spec.token_ids, block_size=self.engine.pool.key_tokens)
+                    num_cached = self.engine.num_cached_tokens(keys)
+                async with self._encoding.turn(spec.cache_seed.hex(), 1):
+                    new = [image for image in spec.images if image.end > num_cached]
+                    encoding = asyncio.ensure_future(asyncio.to_thread(store.prepare, new))
+                    await seen_through(encoding)
+                encoding.result()
+            yield
+
     # -- sequences -----------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
@@ -150,27 +215,32 @@ class EngineLoop:
         arrived_s = time.monotonic() if arrived_s is None else arrived_s
         if spec.sampling.is_structured:
             await self._prepare(spec)
+        async with self._with_images(spec, purpose):
+            sequence = await self._added(spec, purpose, arrived_s)
+            self._was_idle = False
+            queue = self._outputs[sequence.key] = asyncio.Queue()
+            self._wake.set()
+            try:
+                yield SequenceHandle(self, sequence, queue)
+            finally:
+                del self._outputs[sequence.key]
+                self._watchers.pop(sequence.key, None)
+                self.engine.end(sequence)
+                self._adapters.advance()
+                self._wake.set()
+
+    async def _added(self, spec: SequenceSpec, purpose: Purpose, arrived_s: float) -> Sequence:
+        """Add a sequence to the engine, once its adapter is loaded."""
         slot = await self._slot_of(spec, purpose)
         try:
             if (lost := self._lost) is not None:  # since it has begun to wait
                 raise lost
-            sequence = self.engine.add(spec, purpose, arrived_s, slot)
+            return self.engine.add(spec, purpose, arrived_s, slot)
         except BaseException:
             if slot:
                 self.engine.adapters.unpin(slot)
                 self._adapters.advance()
             raise
-        self._was_idle = False
-        queue = self._outputs[sequence.key] = asyncio.Queue()
-        self._wake.set()
-        try:
-            yield SequenceHandle(self, sequence, queue)
-        finally:
-            del self._outputs[sequence.key]
-            self._watchers.pop(sequence.key, None)
-            self.engine.end(sequence)
-            self._adapters.advance()
-            self._wake.set()
 
     async def _slot_of(self, spec: SequenceSpec, purpose: Purpose) -> int:
         """Wait until a sequence's adapter is loaded. Return its slot, pinned; 0: it needs none."""

@@ -5,14 +5,20 @@ In a step the same fault would fail the whole batch, and on a GPU the whole proc
 
 from __future__ import annotations
 
-from baton.errors import InvalidRequest, TransferRefused
+from baton.errors import InvalidRequest, TransferRefused, Unsupported
 from baton.messages import SequenceSpec
+from engine.core.image_store import ImageStore
 from engine.core.runner import Runner
 from engine.core.sequence import Purpose
 
 
 def require_computable(spec: SequenceSpec, runner: Runner) -> None:
-    """Raise InvalidRequest unless a sequence fits and all its token ids are in the vocabulary."""
+    """Require that a sequence fits, and that all its token ids are in the vocabulary.
+
+    Raises:
+        InvalidRequest: it does not fit, has an id that is not in the vocabulary, or images in the wrong places.
+        Unsupported: it has images, and the runner takes none.
+    """
     if not 0 < len(spec.token_ids) < runner.max_model_len:
         raise InvalidRequest(
             f"{len(spec.token_ids)} tokens do not fit; this worker takes 1 to {runner.max_model_len - 1}"
@@ -29,6 +35,15 @@ def require_computable(spec: SequenceSpec, runner: Runner) -> None:
             raise InvalidRequest(
                 f"token id {bad} is outside the model's vocabulary, whose ids are 0 to {runner.vocab_size - 1}"
             )
+    if spec.images:
+        images_of(runner).require_placed(spec)
+
+
+def images_of(runner: Runner) -> ImageStore:
+    """Return the images of a runner. Raise Unsupported if it takes none."""
+    if isinstance(runner.images, str):
+        raise Unsupported(f"this model takes no images here: {runner.images}")
+    return runner.images
 
 
 def require_searchable(spec: SequenceSpec, purpose: Purpose, runner: Runner, most: int) -> None:

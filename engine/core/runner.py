@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from baton.adapters import AdapterFacts
 from baton.cluster import Computes
-from baton.errors import BatonError, InvalidRequest, TooLarge
-from baton.messages import Adapter
+from baton.errors import BatonError, ImagesMissing, InvalidRequest, TooLarge
+from baton.messages import Adapter, PlacedImage
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Candidates, Drawn, Sampled, TokenScores
+from engine.core.image_store import ImageStore
 from engine.core.kv_spec import BlockTables, KVSpec
 
 T = TypeVar("T")
@@ -100,6 +101,8 @@ class StepPart(NamedTuple):
     """Draft model's work for this part before the step; None: nothing."""
     adapter: int = 0
     """Slot of the sequence's adapter; 0: it has none."""
+    images: tuple[PlacedImage, ...] = ()
+    """All images of the sequence's prompt, from which positions follow, wherever the part is."""
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -198,6 +201,9 @@ class StepOutput:
     too_large: frozenset[int] = frozenset()
     """Indices of parts that cannot continue, because even alone they need more memory than the device has. None of
     their tokens counts as computed."""
+    missing_images: frozenset[int] = frozenset()
+    """Indices of parts that cannot continue, because they compute images that the runner does not hold. None of their
+    tokens counts as computed."""
     proposed: Proposed | None = None
     """Result of the draft model's work before the step; None: it had nothing to do."""
 
@@ -210,11 +216,40 @@ class StepOutput:
         """Return why a part cannot continue; None: it can."""
         if self.failures and index in self.failures:
             return InvalidRequest(self.failures[index])
+        if index in self.missing_images:
+            return ImagesMissing()
         return TooLarge() if index in self.too_large else None
 
     def num_drafts(self, index: int, part: StepPart) -> int:
         """Return how many drafts of a part were checked."""
         return part.num_drafts if self.proposed is None else self.proposed.counts.get(index, part.num_drafts)
+
+    def with_missing(self, step: StepInput, missing: frozenset[int]) -> StepOutput:
+        """Return the output of a step, given that of its other parts.
+
+        Args:
+            step: the whole step.
+            missing: indices of the parts that were left out; see `missing_images`.
+        """
+        others = [index for index in range(len(step.parts)) if index not in missing]
+
+        def spread(found: Sequence[T], filling: Callable[[StepPart], T]) -> tuple[T, ...]:
+            of_others = dict(zip(others, found, strict=True))
+            return tuple(of_others[i] if i in of_others else filling(part) for i, part in enumerate(step.parts))
+
+        def moved(found: Mapping[int, T] | None) -> dict[int, T] | None:
+            return None if found is None else {others[index]: value for index, value in found.items()}
+
+        return StepOutput(
+            sampled_token_ids=spread(self.sampled_token_ids, lambda part: ()),
+            num_computed_tokens=spread(self.num_computed_tokens, lambda part: part.num_computed_tokens),
+            scores=None if self.scores is None else spread(self.scores, lambda part: NO_SCORES),
+            prompt_scores=None if self.prompt_scores is None else spread(self.prompt_scores, lambda part: NO_SCORES),
+            failures=moved(self.failures),
+            candidates=moved(self.candidates),
+            too_large=frozenset(others[index] for index in self.too_large),
+            missing_images=missing,
+        )
 
     @classmethod
     def of(cls, step: StepInput, drawn: Drawn, prompt_scores: Sequence[TokenScores] | None = None) -> StepOutput:
@@ -301,6 +336,8 @@ class Runner(Protocol):
     """Hardware and data types of the computation, as far as the runner knows."""
     runs_ahead: bool
     """True if a launched step continues by itself, on a device."""
+    images: ImageStore | str
+    """Images of its sequences' prompts; a text: the reason why it takes none."""
     token_s: float
     """Seconds per token in the runner's first trial step; 0: that says nothing about later steps."""
     max_adapters: int

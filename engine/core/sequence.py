@@ -265,6 +265,7 @@ class Sequence:
             len(drafts),
             None,
             self.adapter,
+            spec.images,
         )
 
     def report(self) -> PrefillReport:

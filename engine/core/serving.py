@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 from baton.adapters import AdapterFacts
 from baton.errors import BatonError
 from baton.hypotheses import Hypotheses
-from baton.messages import SequenceSpec
+from baton.messages import SeenImage, SequenceSpec
 from engine.core.kv_spec import KVSpec
 from engine.core.outputs import EngineLoad, OnProgress, Output, Pin
 from engine.core.sequence import Purpose
@@ -31,6 +31,7 @@ class ServedSequence(Protocol):
 
         Raises:
             WorkerFailed: the step that would have computed it failed, or, as DeviceLost, all steps do from now on.
+            ImagesMissing: a RECEIVE sequence has to be computed here after all, and its images were not received.
             BatonError: the sequence was handed back (`ServingEngine.hand_back`).
         """
         ...
@@ -117,10 +118,39 @@ class ServingEngine(Protocol):
         """`ok`, or a description of an error in the engine's own accounting."""
         ...
 
+    @property
+    def takes_images(self) -> bool:
+        """True if its model answers prompts with images here."""
+        ...
+
+    @property
+    def image_placeholder(self) -> int | None:
+        """Id of the token that stands once per image in the text of a chat; None: it takes no images."""
+        ...
+
+    async def look(self, images: Sequence[bytes]) -> tuple[SeenImage, ...]:
+        """Decode images and keep them for sequences to come, as long as there is room.
+
+        Args:
+            images: PNG, JPEG, WEBP or GIF files.
+
+        Raises:
+            InvalidRequest: an image cannot be decoded, is animated, or is too large; the message says which.
+            Unsupported: the model takes no images here; the message says why.
+            Overloaded: too many images wait to be decoded, or those of running sequences leave no room.
+        """
+        ...
+
+    async def keep_images(self, images: Sequence[bytes]) -> None:
+        """Do what `look` does, for a sequence whose tokens are known."""
+        ...
+
     def sequence(
         self, spec: SequenceSpec, purpose: Purpose, arrived_s: float | None = None
     ) -> AbstractAsyncContextManager[ServedSequence]:
         """Context manager: holds a sequence in the engine, and frees all that it holds on exit.
+
+        The images of a sequence that is computed here are encoded before it is queued.
 
         Args:
             arrived_s: arrival time of its request, on the monotonic clock, for its place in the queue; None: now.
@@ -132,6 +162,8 @@ class ServingEngine(Protocol):
             Unsupported: it has an adapter, and this engine holds none.
             WorkerFailed: this worker cannot load its adapter.
             TransferRefused: it cannot continue from KV of another worker.
+            ImagesMissing: it is computed here, and `look` or `keep_images` has not received all its images lately.
+            Unsupported: it has images, and the model takes none here.
             DeviceLost: the device cannot compute any more.
         """
         ...

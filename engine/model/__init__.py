@@ -3,7 +3,8 @@
 `transformers_runner` runs a Hugging Face model with paged attention (`attention`; on a GPU `kernel_attention`, with
 decodes by `flashinfer_attention` if configured), on several ranks if configured (`ranks`). Which models it can run and
 what their layers keep, it asks the model (`asking`), and checks with the weights (`self_check`). It is a `Runner` of
-`engine.core`. `logits_runner` is the part that it shares with `engine.native`.
+`engine.core`. Images are decoded in `image_reader`, and computed in `images`. `logits_runner` is the part that it
+shares with `engine.native`.
 """
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "fused_modules",
     "fused_parts",
     "fused_probe",
+    "image_reader",
+    "images",
     "invariant_kernels",
     "kernel_attention",
     "kernels",

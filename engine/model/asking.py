@@ -107,8 +107,11 @@ class AskedModel:
 _NOTES: ContextVar[_Notes] = ContextVar("notes")
 
 
-def ask(config: Any) -> AskedModel:
+def ask(config: Any, *, sees: bool = False) -> AskedModel:
     """Ask the model that a transformers configuration describes.
+
+    Args:
+        sees: whether the class must be the one with the encoder for images, if there is a choice.
 
     Raises:
         ModelLoadError: it is not a model that continues text, or its attention is not supported; the message says what
@@ -118,7 +121,7 @@ def ask(config: Any) -> AskedModel:
         return _ask_decoder(config)
     text = config.get_text_config(decoder=True)
     _require_known_rope(text)
-    auto_class = _auto_class(config)
+    auto_class = _auto_class(config, sees=sees)
     try:
         with torch.device("meta"):
             model = auto_class.from_config(
@@ -195,7 +198,7 @@ def _division(plan: Mapping[str, str], *, is_latent: bool) -> Division:
     return Division.QUERIES if next(of_latents, None) == BY_HEAD else Division.NONE
 
 
-def _auto_class(config: Any) -> Any:
+def _auto_class(config: Any, *, sees: bool = False) -> Any:
     """Return transformers' class for models of this type that continue text."""
     kind, architectures = config.model_type, list(config.architectures or [])
     found = [(auto_class, names[kind]) for auto_class, names in AUTO_CLASSES if kind in names]
@@ -207,7 +210,7 @@ def _auto_class(config: Any) -> Any:
             f"config.json describes a {architectures[0]}; the models of type {kind!r} that continue a text token by "
             f"token are {', '.join(sorted(known))}"
         )
-    return found[0][0]
+    return found[1 if sees and len(found) > 1 and found[0][0] is AutoModelForCausalLM else 0][0]
 
 
 def _asked(model: Any, config: Any) -> tuple[_Notes, DynamicCache, set[str]]:

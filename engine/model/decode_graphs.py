@@ -57,18 +57,22 @@ def graph_size(step: RankStep, sizes: Sequence[int]) -> int | None:
     return next((size for size in sizes if size >= len(step.parts)), None)
 
 
-def padded_numbers(parts: Sequence[StepPart], rows: Sequence[int], size: int) -> torch.Tensor:
+def padded_numbers(
+    parts: Sequence[StepPart], rows: Sequence[int], size: int, positions: Sequence[int] | None = None
+) -> torch.Tensor:
     """Return the input numbers of a graph for a step, `[8, size]` on the CPU.
 
     Its rows are token ids, positions, and `rows` and `places` of `kernels`; the last four are its `tiles`.
 
     Args:
         rows: row of the block tables for each part.
+        positions: position of each part's token for RoPE; None: its place in the sequence.
     """
     padding = size - len(parts)
     token_ids = [part.token_ids[-1] for part in parts] + [0] * padding
-    positions = [part.num_computed_tokens for part in parts]
-    places = positions + [-1] * padding
+    places = [part.num_computed_tokens for part in parts]
+    positions = places if positions is None else positions
+    places = places + [-1] * padding
     rows = [*rows, *[0] * padding]
     tiles = [number for token, at in enumerate(zip(rows, places, strict=True)) for number in (at[0], token, 1, at[1])]
     return torch.tensor([*token_ids, *positions, *[0] * padding, *rows, *places, *tiles]).view(8, size)
@@ -142,9 +146,17 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def compute(
-        self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None, numbers: StepNumbers
+        self,
+        step: RankStep,
+        on_layer_done: OnLayerDone,
+        filling: Filling | None,
+        numbers: StepNumbers,
+        positions: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
         """Compute a step whose copies have been performed; see `ModelRank.compute`.
+
+        Args:
+            positions: see `padded_numbers`.
 
         Returns:
             `[parts, vocabulary]`, to be read before the next step is launched; None: no graph fits the step.
@@ -154,7 +166,7 @@ class DecodeGraphs:
             return None
         graph = self._graphs[size]
         rows = self._attention.rows.of(step.parts, numbers)
-        given = numbers.put(padded_numbers(step.parts, rows, size))
+        given = numbers.put(padded_numbers(step.parts, rows, size, positions))
         filling = None if filling is None else filling.put_by(numbers)
         numbers.send()
         graph.numbers.copy_(given)

@@ -36,13 +36,14 @@ class Fused(NamedTuple):
     """Modules that were not replaced, with the reasons, as texts."""
 
 
-def fuse(model: nn.Module, num_ranks: int, *, has_states: bool = False) -> Fused:
+def fuse(model: nn.Module, num_ranks: int, *, has_states: bool = False, keeps_layers: bool = False) -> Fused:
     """Replace all modules of a loaded model that can be replaced, and log the result.
 
     Args:
         model: transformers' model, on the device on which it computes.
         num_ranks: number of ranks of the model.
         has_states: whether it has recurrent layers.
+        keeps_layers: whether the model adds something between its layers, so that they must remain a list.
     """
     device, dtype = next((weight.device, weight.dtype) for weight in model.parameters())
     reason = RECURRENT if has_states else why_not_fused(device, dtype, num_ranks)
@@ -51,7 +52,7 @@ def fuse(model: nn.Module, num_ranks: int, *, has_states: bool = False) -> Fused
         return Fused(0, (reason,))
     fusing, kept = None, list[str]()
     try:
-        fusing = _Fusing(model, Draw(device, dtype))
+        fusing = _Fusing(model, Draw(device, dtype), keeps_layers=keeps_layers)
         fusing.run()
     except Exception as error:  # from a compiler or a driver
         kept.append(in_one_line(error))
@@ -87,10 +88,11 @@ class _Fusing:
     Args:
         model: transformers' model.
         draw: random numbers for the model.
+        keeps_layers: see `fuse`.
     """
 
-    def __init__(self, model: nn.Module, draw: Draw) -> None:
-        self._model, self._draw = model, draw
+    def __init__(self, model: nn.Module, draw: Draw, *, keeps_layers: bool = False) -> None:
+        self._model, self._draw, self._keeps_layers = model, draw, keeps_layers
         self._moved = _MovedWeights(draw.device)
         owners = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
         self._tied = {weight for weight, num_owners in owners.items() if num_owners > 1}
@@ -113,7 +115,7 @@ class _Fusing:
             self._put(name, module, parts.perceptron_of(module, self._draw))
         for name, module in self._of_kind("DecoderLayer"):
             self._put(name, module, parts.layer_of(module, self._draw))
-        for name, module in self._of_kind("ModuleList"):
+        for name, module in () if self._keeps_layers else self._of_kind("ModuleList"):
             if isinstance(module, nn.ModuleList) and (stack := parts.stack_of(module)) is not None:
                 self._put(name, module, stack)
 

@@ -21,6 +21,7 @@ from baton.messages import Adapter
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Drawn, Sampled, TokenScores
 from baton.tokenizer_file import end_of_sequence_ids
+from engine.core.image_store import ImageStore
 from engine.core.kv_spec import FP8
 from engine.core.pool_sizes import ROWS_PER_SEQUENCE, PoolNeeds, pool_bytes, sizes_within, table_sizes
 from engine.core.runner import (
@@ -70,6 +71,8 @@ class LogitsRunner(ABC):
     name: str
     """See `Runner.name`."""
     runs_ahead = False
+    images: ImageStore | str = "only the transformers runner computes them"
+    """See `Runner.images`."""
     token_s = 0.0
     """See `Runner.token_s`."""
     max_adapters = 0
@@ -78,6 +81,8 @@ class LogitsRunner(ABC):
     """Context manager in which a step's tokens and scores are computed."""
     _set_aside = 0
     """Bytes of each GPU that are reserved for transfers and not used by the pool."""
+    _image_bytes = 0
+    """Bytes of the host that are reserved for images."""
 
     @property
     def expert_tokens(self) -> Sequence[int]:
@@ -106,7 +111,7 @@ class LogitsRunner(ABC):
             max_num_seqs=self.batch.max_num_seqs, max_tokens=self._model_len, snapshot_tokens=engine.snapshot_tokens
         )
         if not engine.num_blocks:  # refuse before minutes are spent on loading
-            pool_gib = _pool_gib(model, engine, self.dtype, devices, self._set_aside)
+            pool_gib = self._pool_gib(model, engine, devices)
         fixed = num_blocks or engine.num_blocks
         self._make_caches(self._sizes_of(fixed) if fixed else self._sizes_within(pool_gib), devices)
         self.sampler = SAMPLER
@@ -118,6 +123,26 @@ class LogitsRunner(ABC):
         self._sampler = Sampler(eos_token_ids, self._structures)
         self._last_tokens = LastTokens()
         self._steps = SmallerSteps(self._executed, self._copy_blocks, self.recover)
+
+    def _pool_gib(self, model: ModelConfig, engine: EngineConfig, devices: Sequence[torch.device]) -> float:
+        """Return the size of each rank's pool next to the weights, in GiB.
+
+        Raises:
+            ConfigError: there is no room for it.
+        """
+        share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
+        kept = "fp8" if model.weights == "fp8" else self.dtype
+        weights = weights_bytes(Path(model.path), kept) // len(devices)
+        adapters = adapters_bytes(Path(model.path), engine.max_adapters, engine.max_adapter_rank, self.dtype)
+        if devices[0].type == "cuda":
+            free, total = torch.cuda.mem_get_info(devices[0])
+            free = min(free, int(share * total))
+            others = adapters // len(devices)
+            room = Room(free=free, num_pools=1, needed=weights, others=others, on_gpu=True, set_aside=self._set_aside)
+        else:
+            free, needed = available_memory(share), weights + PROCESS_BYTES + self._image_bytes
+            room = Room(free=free, num_pools=len(devices), needed=needed, others=adapters)
+        return room.pool_gib(engine.kv_cache_gib)
 
     def _sizes_of(self, num_blocks: int) -> tuple[int, ...]:
         """Return the sizes of the block tables of a pool with this many blocks."""
@@ -191,9 +216,26 @@ class LogitsRunner(ABC):
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""
         step = self._last_tokens.filled(step)
-        output = self._steps.execute(step, on_layer_done)
+        if missing := self._missing_images(step):
+            output = self._executed_without(step, missing, on_layer_done)
+        else:
+            output = self._steps.execute(step, on_layer_done)
         self._last_tokens.keep(step, ComputedStep(output))
         return output
+
+    def _missing_images(self, step: StepInput) -> frozenset[int]:
+        """Return the indices of parts that need images which the runner does not hold."""
+        return frozenset()
+
+    def _executed_without(self, step: StepInput, missing: frozenset[int], on_layer_done: OnLayerDone) -> StepOutput:
+        """Execute a step without some of its parts."""
+        others = tuple(part for index, part in enumerate(step.parts) if index not in missing)
+        if others:
+            output = self._steps.execute(StepInput(others, step.copies), on_layer_done)
+        else:
+            self._copy_blocks(step.copies)
+            output = StepOutput(sampled_token_ids=(), num_computed_tokens=())
+        return output.with_missing(step, missing)
 
     def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> LaunchedStep:
         """See `Runner.launch`."""
@@ -279,25 +321,6 @@ class LogitsRunner(ABC):
     def _wait_for_stream(self) -> None:
         if self.cache.device.type == "cuda":
             torch.cuda.current_stream(self.cache.device).synchronize()
-
-
-def _pool_gib(
-    model: ModelConfig, engine: EngineConfig, dtype: str, devices: Sequence[torch.device], set_aside: int
-) -> float:
-    """Return the size of each rank's pool next to the weights, in GiB. Raise ConfigError if there is no room for it."""
-    share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
-    kept = "fp8" if model.weights == "fp8" else dtype
-    weights = weights_bytes(Path(model.path), kept) // len(devices)
-    adapters = adapters_bytes(Path(model.path), engine.max_adapters, engine.max_adapter_rank, dtype)
-    if devices[0].type == "cuda":
-        free, total = torch.cuda.mem_get_info(devices[0])
-        free = min(free, int(share * total))
-        others = adapters // len(devices)
-        room = Room(free=free, num_pools=1, needed=weights, others=others, on_gpu=True, set_aside=set_aside)
-    else:
-        free, needed = available_memory(share), weights + PROCESS_BYTES
-        room = Room(free=free, num_pools=len(devices), needed=needed, others=adapters)
-    return room.pool_gib(engine.kv_cache_gib)
 
 
 def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> None:

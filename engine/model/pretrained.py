@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoImageProcessor
 
 from baton.errors import ModelLoadError, in_one_line
 from baton.model_files import named_code, read_json
 from baton.weights_files import placed_tensors
 from engine.model.asking import AskedModel, ask
+from engine.model.shapes import of_text
 
 SLACK = 2
 """Maximum ratio of a model's parameters to the numbers in its files: tied embeddings count twice."""
@@ -68,7 +69,7 @@ def read_config(path: str) -> Any:
     return config
 
 
-def ask_folder(folder: Path, config: Any) -> AskedModel:
+def ask_folder(folder: Path, config: Any, *, sees: bool = False) -> AskedModel:
     """Ask the model of a folder about its attention, after comparing its size with the files' headers.
 
     Both come before any memory is allocated: transformers would create random numbers for all missing tensors.
@@ -76,6 +77,7 @@ def ask_folder(folder: Path, config: Any) -> AskedModel:
     Args:
         folder: folder with the weights.
         config: see `read_config`.
+        sees: see `ask`.
 
     Raises:
         ModelLoadError: the files hold far fewer numbers than the model that the configuration describes, or the model
@@ -83,14 +85,14 @@ def ask_folder(folder: Path, config: Any) -> AskedModel:
     """
     sizes = [head.num_elements for _, head in placed_tensors(folder).values()]
     try:
-        return _asked(folder, config, sizes)
+        return _asked(folder, config, sizes, sees=sees)
     except ModelLoadError:
         raise
     except Exception as error:  # from a configuration that contradicts itself
         raise ModelLoadError(f"config.json in {folder} cannot be read as a model: {in_one_line(error)}") from error
 
 
-def _asked(folder: Path, config: Any, sizes: Sequence[int]) -> AskedModel:
+def _asked(folder: Path, config: Any, sizes: Sequence[int], *, sees: bool) -> AskedModel:
     most = max(len(sizes), MOST_LAYERS)
     for part, values in config.to_dict().items():
         for name in LAYERS if isinstance(values, dict) else ():
@@ -102,7 +104,9 @@ def _asked(folder: Path, config: Any, sizes: Sequence[int]) -> AskedModel:
     num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     if not isinstance(num_layers, int):
         raise ModelLoadError(f"config.json in {folder} does not say how many layers the model has")
-    asked = ask(config) if num_layers <= len(sizes) else None  # even modules without memory take long to create
+    asked = (
+        ask(config, sees=sees) if num_layers <= len(sizes) else None
+    )  # even modules without memory take long to create
     described = 0 if asked is None else asked.num_parameters
     if asked is None or described > SLACK * sum(sizes) or not described:
         raise ModelLoadError(
@@ -122,16 +126,17 @@ def _with_floats(value: Any) -> Any:
 
 
 def load_model(
-    folder: Path, config: Any, asked: AskedModel, attention: str, **options: Any
+    folder: Path, config: Any, asked: AskedModel, attention: str, *, sees: bool = False, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the model without the parts that text does not use, and transformers' report on missing, unused and
-    mismatched tensors.
+    """Return the model, and transformers' report on missing, unused and mismatched tensors.
 
     Args:
         folder: folder with the weights.
         config: see `read_config`.
         asked: the result of `ask_folder`.
         attention: name of the attention; a config.json may name one that transformers would download.
+        sees: whether to load the parts that text does not use, such as an encoder for images, which keeps
+            transformers' own attention.
         options: further arguments of `from_pretrained`.
 
     Raises:
@@ -139,19 +144,30 @@ def load_model(
         Exception: transformers' own errors, which have no common class.
     """
     placed = placed_tensors(folder)
-    model_class = _without(asked.model_class, asked.unused) if asked.unused else asked.model_class
+    model_class = _without(asked.model_class, asked.unused) if asked.unused and not sees else asked.model_class
     with _opened({name: path for name, (path, _) in placed.items()}) as tensors:
         model, report = model_class.from_pretrained(
             None,
             config=config,
             state_dict=tensors,
-            attn_implementation=attention,
+            attn_implementation=of_text(config, attention) if sees else attention,
             output_loading_info=True,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # the report names them
             **options,
         )
     return model, report
+
+
+def load_image_processor(folder: Path, config: Any) -> Any:
+    """Return transformers' image processor of a folder, which computes with Pillow and NumPy.
+
+    Raises:
+        Exception: transformers' own errors, which have no common class.
+    """
+    return AutoImageProcessor.from_pretrained(
+        folder, config=config, backend="pil", trust_remote_code=False, local_files_only=True
+    )
 
 
 @contextlib.contextmanager

@@ -19,10 +19,12 @@ import torch
 
 from baton.blocks import num_blocks_for
 from baton.errors import ModelLoadError, in_one_line
+from baton.messages import PlacedImage
 from baton.sampling import SamplingParams
 from engine.core.kv_spec import EMPTY_PLACE, BlockTables, KVSpec
 from engine.core.runner import StepPart
 from engine.model.rank_step import RankStep
+from engine.model.shapes import of_text
 
 NUM_TOKENS = 50
 ENDS = (24, 47, 48, 49, 50)
@@ -144,27 +146,35 @@ def own_pair_logits(model: Any, prompt_ids: list[int], answer_ids: list[int]) ->
 
 
 @torch.inference_mode()
-def own_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
-    """Return the logits of all tokens by transformers' own attention without a cache, `[tokens, vocabulary]`."""
+def own_logits(model: Any, token_ids: list[int], *, sees: bool = False, **images: torch.Tensor) -> torch.Tensor:
+    """Return the logits of all tokens by transformers' own attention without a cache, `[tokens, vocabulary]`.
+
+    Args:
+        sees: whether the model has an encoder for images, which keeps its attention.
+        images: inputs of the encoder, and what else the model needs with them.
+    """
     ours, failure = model.config.get_text_config(decoder=True)._attn_implementation, ""
     for name in OWN_ATTENTION:
         try:
-            model.set_attn_implementation(name)
+            model.set_attn_implementation(of_text(model.config, name) if sees else name)
             given = torch.tensor([token_ids], device=model.device)
-            logits: torch.Tensor = model(input_ids=given, use_cache=False).logits[0]
+            logits: torch.Tensor = model(input_ids=given, use_cache=False, **images).logits[0]
             return logits
         except Exception as error:  # a model without this one, or its own code
             failure = in_one_line(error)
         finally:
-            model.set_attn_implementation(ours)
+            model.set_attn_implementation(of_text(model.config, ours) if sees else ours)
     raise ModelLoadError(f"this model cannot be compared with transformers' own attention: {failure}")
 
 
-def steps(token_ids: list[int], spec: KVSpec, ends: Sequence[int] = ENDS) -> Iterator[RankStep]:
+def steps(
+    token_ids: list[int], spec: KVSpec, ends: Sequence[int] = ENDS, images: tuple[PlacedImage, ...] = ()
+) -> Iterator[RankStep]:
     """Yield steps that compute the tokens part by part; each needs the logits of all its tokens.
 
     Args:
         ends: ends of the parts.
+        images: images among the tokens.
     """
     begin = 0
     for number, end in enumerate(sorted({min(end, len(token_ids)) for end in ends})):
@@ -179,6 +189,7 @@ def steps(token_ids: list[int], spec: KVSpec, ends: Sequence[int] = ENDS) -> Ite
             sampling=NO_SAMPLING,
             choice_index=0,
             num_prompt_tokens=len(token_ids),
+            images=images,
         )
         yield RankStep([part], [], num_scored=[end - begin])
         begin = end

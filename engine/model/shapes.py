@@ -254,3 +254,10 @@ def arithmetic_dtype(config: Any, asked: str, on_gpu: bool) -> str:
     if asked != "auto":
         return asked
     return str(config.dtype or "bfloat16").removeprefix("torch.") if on_gpu else "float32"
+
+
+def of_text(config: Any, attention: str) -> str | dict[str, str]:
+    """Return the argument by which transformers gives an attention to the text part of a model only."""
+    text = config.get_text_config(decoder=True)
+    names = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    return {names[0]: attention} if names else attention

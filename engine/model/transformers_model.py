@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +23,10 @@ from transformers.utils import logging as transformers_logging
 from baton.blocks import num_blocks_for
 from baton.cluster import Computes, fallback
 from baton.errors import ModelLoadError, in_one_line
+from baton.memory import GIB
 from baton.model_files import require_runnable
 from engine.core.faults import Fault, fault_of
-from engine.core.runner import OnLayerDone, ignore_layer
+from engine.core.runner import OnLayerDone, StepPart, ignore_layer
 from engine.model import pretrained, self_check
 from engine.model.adapters import AdapterRows, ModelAdapters, rows_with_adapters
 from engine.model.asking import AskedModel
@@ -36,6 +37,7 @@ from engine.model.batch_invariance import make_invariant
 from engine.model.expert_load import ExpertLoad
 from engine.model.fp8_linear import quantize
 from engine.model.fused_model import Fused, fuse
+from engine.model.images import RankImages, StepImages
 from engine.model.kv_cache import KVCache, torch_dtype
 from engine.model.last_tokens import Filling
 from engine.model.latent import EXPAND, absorb, release
@@ -57,6 +59,7 @@ from engine.uploads import StepNumbers
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
     from engine.model.decode_graphs import DecodeGraphs
+    from engine.model.image_reader import ProcessedImages
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,7 @@ class _Prepared(NamedTuple):
     """Tokens with adapters; None: there are none."""
 
 
+NO_INPUTS: Mapping[str, torch.Tensor] = {}
 OF_QUANTIZED = ("weight_scale", "weight_scale_inv", "_blocks", "_scales", "qweight")
 """Ends of the names of tensors without which quantized weights mean nothing."""
 NUM_NAMED = 3
@@ -88,9 +92,11 @@ class ModelRank:
 
     Args:
         asked: the model's answers, if it has been asked in this process.
+        reader: reader of the model's images; a text: the reason why there is none.
 
     Attributes:
         needs_whole_prompts: see `KVSpec.whole_prompts`.
+        images: its images; a text: the reason why it takes none.
 
     Raises:
         ModelLoadError: the weights cannot be loaded, the checkpoint is incomplete, `engine.batch_invariant` is not
@@ -98,46 +104,32 @@ class ModelRank:
     """
 
     def __init__(
-        self, model: ModelConfig, engine: EngineConfig, cache: KVCache, asked: AskedModel | None = None
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        cache: KVCache,
+        asked: AskedModel | None = None,
+        reader: ProcessedImages | str = "",
     ) -> None:
         torch.set_num_threads(engine.num_threads)
         # cuDNN's attention plans for each new shape, which takes from 70 ms to over a second; most steps have one
         torch.backends.cuda.enable_cudnn_sdp(False)
         transformers_logging.set_verbosity_error()  # it warns of generation settings that are not used here
         transformers_logging.disable_progress_bar()
-        placed: dict[str, Any] = {}
-        if engine.tensor_parallel > 1:
-            experts = engine.tensor_parallel if engine.expert_parallel else None
-            placed["distributed_config"] = DistributedConfig(
-                tp_size=engine.tensor_parallel, tp_plan="auto", ep_size=experts
-            )
-        elif cache.device.type != "cpu":
-            placed["device_map"] = {"": cache.device}  # tensor by tensor, so the host never holds the whole model
+        self._engine = engine
         config = load_config(model.path)
         asked = asked or pretrained.ask_folder(Path(model.path), config)
+        self.images: RankImages | str
         try:
-            self.model, report = pretrained.load_model(
-                Path(model.path),
-                config,
-                asked,
-                ATTENTION_NAME,
-                dtype=torch_dtype(arithmetic_dtype(config, model.dtype, cache.device.type == "cuda")),
-                **placed,
-            )
-        except ModelLoadError:
-            raise
-        except Exception as error:  # the library raises no narrower class
-            if fault_of(error) is Fault.OUT_OF_MEMORY:
-                raise ModelLoadError(
-                    f"the weights in {model.path} do not fit into the GPU's memory: take a narrower model.dtype, a "
-                    f"larger engine.tensor_parallel or fewer workers on a GPU ({in_one_line(error)})"
-                ) from error
-            raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
-        if asked.unused:
-            logger.info("this worker serves text: %s of the checkpoint are not loaded", ", ".join(asked.unused))
-        require_complete(model.path, type(self.model).__name__, report, asked.unused)
-        self.model.to(cache.device).eval()
-        self._engine = engine
+            self.model = self._load(model, cache.device, config, asked, sees=not isinstance(reader, str))
+        except ModelLoadError as error:
+            if isinstance(reader, str):
+                raise
+            reader = str(error)
+            self.model = self._load(model, cache.device, config, asked, sees=False)
+        self.images = (
+            reader if isinstance(reader, str) else RankImages(self.model, reader, int(engine.image_cache_gib * GIB))
+        )
         self._numbers = StepNumbers(cache.device)
         self.meets_in_layers = engine.tensor_parallel == 1 or asked.shape.division is not Division.NONE
         """True if the ranks sum the results of each layer's attention. Else they only meet at the end of a step."""
@@ -157,12 +149,13 @@ class ModelRank:
         self._absorb()
         self.adapters = ModelAdapters.of(self.model, engine)
         self.needs_whole_prompts = self._require_own_logits()
+        self._check_images(asked)
         self._fused = self._with_replaced_modules(model, engine)
         self.use(cache)
 
     def _with_replaced_modules(self, model: ModelConfig, engine: EngineConfig) -> Fused:
         """Replace modules of the checked model as settings and device allow."""
-        fused = fuse(self.model, engine.tensor_parallel, has_states=bool(self._shape.states))
+        fused = self._fuse()
         if model.weights == "fp8":
             quantize(self.model)
         if engine.batch_invariant:
@@ -170,6 +163,44 @@ class ModelRank:
         if self.adapters is not None:
             self.adapters.make()
         return fused
+
+    def _load(self, model: ModelConfig, device: torch.device, config: Any, asked: AskedModel, *, sees: bool) -> Any:
+        """Return transformers' model of a folder, on a device.
+
+        Args:
+            sees: see `pretrained.load_model`.
+
+        Raises:
+            ModelLoadError: the weights cannot be loaded, or the checkpoint is incomplete.
+        """
+        placed: dict[str, Any] = {}
+        if self._engine.tensor_parallel > 1:
+            num_ranks = self._engine.tensor_parallel
+            experts = num_ranks if self._engine.expert_parallel else None
+            placed["distributed_config"] = DistributedConfig(tp_size=num_ranks, tp_plan="auto", ep_size=experts)
+        elif device.type != "cpu":
+            placed["device_map"] = {"": device}  # tensor by tensor, so the host never holds the whole model
+        try:
+            loaded, report = pretrained.load_model(
+                Path(model.path),
+                config,
+                asked,
+                ATTENTION_NAME,
+                sees=sees,
+                dtype=torch_dtype(arithmetic_dtype(config, model.dtype, device.type == "cuda")),
+                **placed,
+            )
+        except ModelLoadError:
+            raise
+        except Exception as error:  # the library raises no narrower class
+            if fault_of(error) is Fault.OUT_OF_MEMORY:
+                raise ModelLoadError(
+                    f"the weights in {model.path} do not fit into the GPU's memory: take a narrower model.dtype, a "
+                    f"larger engine.tensor_parallel or fewer workers on a GPU ({in_one_line(error)})"
+                ) from error
+            raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
+        require_complete(model.path, type(loaded).__name__, report, () if sees else asked.unused)
+        return loaded.to(device).eval()
 
     def use(self, cache: KVCache) -> None:
         """Replace the cache by one of the same shape on the same device. The old one must not be in use any more."""
@@ -194,6 +225,14 @@ class ModelRank:
         slower = fallback("decode steps with adapters are no CUDA graphs", "the adapters of a step are not in a graph")
         return replace(found, fallbacks=(*found.fallbacks, slower))
 
+    def _fuse(self) -> Fused:
+        num_ranks, has_states = self._engine.tensor_parallel, bool(self._shape.states)
+        if isinstance(self.images, str):
+            return fuse(self.model, num_ranks, has_states=has_states)
+        # The encoder's modules are computed by transformers: fused ones are checked for one row of tokens.
+        keeps_layers = self.images.has_features
+        return fuse(self.model.get_decoder(), num_ranks, has_states=has_states, keeps_layers=keeps_layers)
+
     @torch.inference_mode()
     def compute(self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None = None) -> torch.Tensor:
         """Perform the copies, write the KV of this rank's heads and return logits.
@@ -207,22 +246,47 @@ class ModelRank:
             `[rows or 1, vocabulary]`: the logits of `logit_rows`.
         """
         self.cache.copy_blocks(step.copies)
-        if self._graphs is not None and not any(part.adapter for part in step.parts):
-            logits = self._graphs.compute(step, on_layer_done, filling, self._numbers)
-            if logits is not None:
-                return logits
-        logits = self._forward(step, on_layer_done, filling)
+        logits = self._by_graph(step, on_layer_done, filling)
+        if logits is None:
+            logits = self._forward(step, on_layer_done, filling)
         if not self.meets_in_layers:
             dist.all_reduce(self._meeting)  # by then every rank has written the step's KV
         if self.expert_load is not None:
             self.expert_load.publish()
         return logits
 
+    def _by_graph(self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None) -> torch.Tensor | None:
+        """Compute a step by a CUDA graph; None: none computes it."""
+        if self._graphs is None or any(part.adapter for part in step.parts):
+            return None
+        positions = self._decode_positions(step.parts)
+        if positions is not None and len(positions) != len(step.parts):
+            return None
+        return self._graphs.compute(step, on_layer_done, filling, self._numbers, positions)
+
+    def _decode_positions(self, parts: Sequence[StepPart]) -> list[int] | None:
+        """Return the position of each part's only token, if the sequence of one of them has images; else None.
+
+        The list is empty if there are placeholders or longer parts: no graph computes such steps.
+        """
+        if not (isinstance(self.images, RankImages) and any(part.images for part in parts)):
+            return None
+        if any(len(part.token_ids) > 1 for part in parts) or self.images.has_placeholders(parts):
+            return []
+        return [self.images.decode_position(part) for part in parts]
+
     def _forward(self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None = None) -> torch.Tensor:
         """Compute a step, whose copies have been performed, without a graph."""
         parts, numbers = step.parts, self._numbers
         token_ids = numbers.put(torch.tensor([token for part in parts for token in part.token_ids]))
-        positions = numbers.put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts]))
+        images = None
+        if isinstance(self.images, RankImages):
+            self.images.begin_step()
+        if isinstance(self.images, RankImages) and any(part.images for part in parts):
+            images = self.images.of_step(parts, numbers)
+            positions = numbers.put(self.images.step_positions(parts))
+        else:
+            positions = numbers.put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts]))
         to_clear = begun_blocks(self.cache, parts) if self._attention.needs_numbers and not step.is_ready else ()
         begun = [numbers.put(torch.tensor(blocks, dtype=torch.int64)) for blocks in to_clear]
         filling = None if filling is None else filling.put_by(numbers)
@@ -232,7 +296,7 @@ class ModelRank:
         prepared = [
             _Prepared(
                 token_ids[each.begin : each.end],
-                positions[each.begin : each.end],
+                positions[..., each.begin : each.end],
                 # Without a row to sample from, one unused row of logits is computed: none would mean all of them.
                 numbers.put(torch.tensor(rows or [0])),
                 StateRows.of(each.parts, numbers) if self._shape.states else None,
@@ -248,14 +312,20 @@ class ModelRank:
         if self._attention.needs_numbers:
             self.cache.clear_blocks(begun)
             self._clear_entered(step)
-        return wanted.joined([self._logits(each, with_) for each, with_ in zip(passes, prepared, strict=True)])
+        return wanted.joined([self._logits(each, with_, images) for each, with_ in zip(passes, prepared, strict=True)])
 
-    def _logits(self, each: Pass, prepared: _Prepared) -> torch.Tensor:
+    def _logits(self, each: Pass, prepared: _Prepared, images: StepImages | None) -> torch.Tensor:
         """Compute one forward pass of a step and return the logits of the prepared rows, `[rows, vocabulary]`."""
         shape = (-1, 1) if each.is_stacked else (1, -1)
-        given: dict[str, Any] = {"input_ids": prepared.token_ids.view(shape), "use_cache": prepared.states is not None}
+        given: dict[str, Any] = {"use_cache": prepared.states is not None}
+        if images is None:
+            given["input_ids"] = prepared.token_ids.view(shape)
+        else:
+            assert isinstance(self.images, RankImages)
+            given["inputs_embeds"] = self.images.inputs(images, prepared.token_ids, each.begin, shape)
         if self._cache_argument != OF_RECURRENT:
-            given["position_ids"] = prepared.positions.view(shape)
+            positions = prepared.positions
+            given["position_ids"] = positions.view(*positions.shape[:-1], *shape)
         if takes_rows := self._takes_rows and not each.is_stacked:
             given["logits_to_keep"] = prepared.rows
         set_step(prepared.attention)
@@ -297,8 +367,52 @@ class ModelRank:
             return True
         return False
 
-    def _compare(self, steps: Sequence[RankStep], token_ids: list[int]) -> None:
+    def _check_images(self, asked: AskedModel) -> None:
+        """Check the model with a test image. If it differs, the worker serves text only, without the encoder."""
+        if isinstance(self.images, RankImages):
+            try:
+                self._require_own_images(self.images)
+                logger.info("this worker takes images")
+                return
+            except Exception as error:  # the model's own code
+                reason = str(error) if isinstance(error, ModelLoadError) else in_one_line(error)
+                self.images = f"a test image is computed otherwise than by transformers, or not at all: {reason}"
+            logger.warning("this worker takes no images: %s", self.images)
+            for name in asked.unused:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.model.get_submodule(owner), attribute, None)
+        elif asked.unused:
+            logger.info("this worker takes no images: %s", self.images)
+        if asked.unused:
+            logger.info("this worker serves text: %s of the checkpoint are not loaded", ", ".join(asked.unused))
+
+    @torch.inference_mode()
+    def _require_own_images(self, images: RankImages) -> None:
+        """Check the loaded model with an image between tokens, parts of which start and end inside the image.
+
+        Raises:
+            ModelLoadError: the model's own attention gives other logits, or sequences are too short for an image.
+            Exception: the image cannot be encoded.
+        """
+        name = str(self.model.dtype).removeprefix("torch.")
+        spec = self._shape.cache_spec(16, name, 1, name)
+        probe = images.probe(self._shape.config.vocab_size)
+        if len(probe.token_ids) > longest_sequence(self._shape.config, self._engine.max_model_len):
+            raise ModelLoadError(f"sequences are shorter than {len(probe.token_ids)} tokens, that of a test image")
+        self.cache = KVCache(spec, num_blocks_for(len(probe.token_ids), 16), 2, self._numbers.device)
+        self._attention = TorchAttention(self.cache)
+        ends = probe.whole_ends if self.needs_whole_prompts else probe.ends
+        steps = list(self_check.steps(probe.token_ids, spec, ends, probe.images))
+        self._compare(steps, probe.token_ids, probe.inputs)
+        images.end_probe()
+
+    def _compare(
+        self, steps: Sequence[RankStep], token_ids: list[int], inputs: Mapping[str, torch.Tensor] = NO_INPUTS
+    ) -> None:
         """Require that steps over all tokens compute what the model's own attention computes.
+
+        Args:
+            inputs: what the model needs for the images among the tokens.
 
         Raises:
             ModelLoadError: they differ, or cannot be computed.
@@ -314,7 +428,8 @@ class ModelRank:
         for module in self._latent.values():
             release(module)
         with parts.given():
-            expected = self_check.own_logits(self.model, token_ids)
+            sees = isinstance(self.images, RankImages)
+            expected = self_check.own_logits(self.model, token_ids, sees=sees, **inputs)
         self._absorb()
         parts.require_equal(found, expected, self.model.dtype, self._shape.config.model_type)
 

@@ -14,6 +14,7 @@ from baton.adapters import AdapterFacts, load_registered, read_adapter
 from baton.blocks import num_blocks_for
 from baton.cluster import Computes, fallback
 from baton.errors import ConfigError, ModelLoadError, in_one_line
+from baton.memory import GIB
 from baton.messages import Adapter
 from baton.sampling import SamplingParams
 from engine.core.faults import Fault, fault_of
@@ -34,13 +35,15 @@ from engine.model.adapters import AdapterForRanks, AdapterWeights
 from engine.model.attention_choice import SEVERAL_RANKS
 from engine.model.batch_invariance import RowByRow, refuse_unkept
 from engine.model.fp8_linear import refuse_fp8
+from engine.model.image_reader import reader_of
+from engine.model.images import RankImages
 from engine.model.last_tokens import DeviceStep, Filling
 from engine.model.logits_runner import NO_SAMPLING, LogitsRunner
 from engine.model.pretrained import ask_folder
 from engine.model.rank_step import RankStep, order_for_packing
 from engine.model.ranks import OtherRanks
 from engine.model.rows import rows_of
-from engine.model.shapes import arithmetic_dtype
+from engine.model.shapes import arithmetic_dtype, longest_sequence
 from engine.model.transformers_model import ModelRank, load_config
 
 if TYPE_CHECKING:
@@ -91,7 +94,10 @@ class TransformersRunner(LogitsRunner):
             self.row_by_row = RowByRow
             refuse_unkept(devices[0], model.weights)
         measures = len(devices) == 1 and devices[0].type in device_memory.MEASURED_DEVICES
-        asked = ask_folder(Path(model.path), config)
+        reader = reader_of(model, engine, config, longest_sequence(text, engine.max_model_len))
+        if not isinstance(reader, str):
+            self._image_bytes = int(2 * engine.image_cache_gib * GIB)
+        asked = ask_folder(Path(model.path), config, sees=not isinstance(reader, str))
         asked.shape.require_divisible(engine.tensor_parallel, by_experts=engine.expert_parallel)
         if asked.shape.states:
             _refuse_for_states(model, engine)
@@ -100,7 +106,8 @@ class TransformersRunner(LogitsRunner):
         self._others = OtherRanks(model, engine, self.caches) if len(self.caches) > 1 else None
         self.runs_ahead = devices[0].type == "cuda" and self._others is None
         try:
-            self.rank = ModelRank(model, engine, self.cache, asked)
+            self.rank = ModelRank(model, engine, self.cache, asked, reader)
+            self.images = self.rank.images if isinstance(self.rank.images, str) else self.rank.images.store
             if self._others is not None:
                 self._others.wait_ready()
             if measures:
@@ -159,6 +166,8 @@ class TransformersRunner(LogitsRunner):
         steps = [largest_step(engine, self._model_len, self.spec, is_scored=each) for each in (True, False)]
 
         def compute() -> None:
+            if isinstance(self.rank.images, RankImages):
+                self.rank.images.encoded(self.rank.images.reader.largest().pixels)
             for step in steps:
                 self._executed(step, ignore_layer, False)
 
@@ -183,6 +192,8 @@ class TransformersRunner(LogitsRunner):
         """See `Runner.launch`. A step whose logits the host needs has been computed on return."""
         if not self.runs_ahead or not all(_samples_on_device(part) for part in step.parts):
             return super().launch(step, on_layer_done)
+        if self._missing_images(step):
+            return super().launch(step, on_layer_done)
         filling = self._last_tokens.filling([step.parts[index] for index in order_for_packing(step.parts)])
         if filling is None:
             step = self._last_tokens.filled(step)
@@ -195,6 +206,11 @@ class TransformersRunner(LogitsRunner):
             launched = ComputedStep(self._steps.divided(step, error, layers.has_begun))
         self._last_tokens.keep(step, launched)
         return launched
+
+    def _missing_images(self, step: StepInput) -> frozenset[int]:
+        if not (isinstance(self.rank.images, RankImages) and any(part.images for part in step.parts)):
+            return frozenset()
+        return self.rank.images.missing(step.parts)
 
     def _launched(self, step: StepInput, on_layer_done: OnLayerDone, filling: Filling | None) -> DeviceStep:
         packed = [step.parts[index] for index in order_for_packing(step.parts)]

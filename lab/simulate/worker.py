@@ -16,6 +16,7 @@ from baton.messages import Adapter, SequenceSpec
 from baton.sampling import SamplingParams
 from baton.scores import Sampled
 from engine.core.engine import Engine
+from engine.core.image_store import ImageStore
 from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from engine.core.outputs import Generated, Reserved
 from engine.core.pool_sizes import PoolNeeds, table_sizes
@@ -87,6 +88,7 @@ class CostlyRunner:
     """Model without tensors: the next token is the sequence's own next number."""
 
     runs_ahead = False
+    images: ImageStore | str = "the simulator computes no images"
     token_s = 0.0
     max_adapters = 0
     computes = Computes()

@@ -22,7 +22,7 @@ from baton.config import OWN_SETTINGS
 from baton.costs import PRIOR
 from baton.errors import BatonError, DeviceLost, Unsupported
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
-from baton.messages import PrefillReport, SequenceSpec
+from baton.messages import PrefillReport, SeenImage, SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES
 from baton.tasks import cancel_and_wait
@@ -105,6 +105,20 @@ class ScriptedEngine:
     @property
     def sampler(self) -> str:
         return self._runner.sampler
+
+    @property
+    def takes_images(self) -> bool:
+        return False
+
+    @property
+    def image_placeholder(self) -> int | None:
+        return None
+
+    async def look(self, images: Sequence[bytes]) -> tuple[SeenImage, ...]:
+        raise Unsupported("this engine takes no images")
+
+    async def keep_images(self, images: Sequence[bytes]) -> None:
+        await self.look(images)
 
     @property
     def spec(self) -> KVSpec:

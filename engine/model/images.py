@@ -1,0 +1,316 @@
+"""Embeddings and positions of the images in a step.
+
+An image stands in a prompt as placeholder tokens. In the model's input, the embeddings that its encoder has computed
+take their place. Where they belong follows from the sequence's images, never from token ids: a model may also generate
+a placeholder, which then is a token like any other.
+
+    prompt       [ text | image 0 | text | image 1 | text ]
+    part                     [ chunk of the prompt ]           it may start and end inside an image
+    embeddings          0 1 2 [3 4 5 6]                        of image 0, kept until other images need the memory
+
+An image is encoded alone, so that its embeddings depend on nothing else, and kept in the host's memory by its digest.
+Some models (Qwen3-VL) also add features of the encoder after their first layers. In models with RoPE in three
+dimensions, an image takes fewer positions than tokens; every position follows from the grids of the images before it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from baton.errors import InvalidRequest
+from baton.messages import PlacedImage
+from engine.core.image_store import ImageStore
+from engine.core.runner import StepPart
+from engine.model.image_reader import ProcessedImages
+from engine.uploads import StepNumbers
+
+TYPES = "mm_token_type_ids"
+"""Argument of models with the kind of each token: 1 for placeholders of images, 0 for text."""
+NUM_AROUND = 12
+"""Number of tokens around a test image."""
+FEATURES = "deepstack_visual_embeds"
+"""Argument by which a decoder takes features to add after its first layers."""
+
+
+class Embedded(NamedTuple):
+    """Result of the encoder for one image, on the host."""
+
+    rows: torch.Tensor
+    """`[embeddings, hidden]`."""
+    features: tuple[torch.Tensor, ...]
+    """Features to add after the first layers, one `[embeddings, hidden]` per layer."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in (self.rows, *self.features))
+
+
+class Probe(NamedTuple):
+    """A prompt with a test image."""
+
+    token_ids: list[int]
+    image: PlacedImage
+    inputs: dict[str, torch.Tensor]
+    """What the model needs with the tokens to compute the image itself."""
+
+    @property
+    def images(self) -> tuple[PlacedImage, ...]:
+        return (self.image,)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ends of parts, two of which are inside the image."""
+        inside = self.image.offset + self.image.num_tokens // 2
+        return (inside, inside + 1, *self.whole_ends)
+
+    @property
+    def whole_ends(self) -> tuple[int, ...]:
+        """Ends of parts, the first of which has the whole image."""
+        return (self.image.end + 1, len(self.token_ids) - 1, len(self.token_ids))
+
+
+class StepImages:
+    """Embeddings of the images in a step.
+
+    Args:
+        found: for each piece of an image the packed indices of its tokens, its embeddings, and the rows of these.
+        numbers: the step's numbers.
+    """
+
+    def __init__(self, found: Sequence[tuple[np.ndarray, Embedded, slice]], numbers: StepNumbers) -> None:
+        places = np.concatenate([at for at, _, _ in found])
+        self._places: list[int] = places.tolist()
+        self._there = numbers.put(torch.from_numpy(places))
+        device = numbers.device
+        self._rows = torch.cat([embedded.rows[rows] for _, embedded, rows in found]).to(device)
+        by_layer = zip(*[[feature[rows] for feature in embedded.features] for _, embedded, rows in found], strict=True)
+        self._features = [torch.cat(of_layer).to(device) for of_layer in by_layer]
+
+    def put_into(self, embeddings: torch.Tensor, begin: int) -> dict[str, Any]:
+        """Replace token embeddings, `[tokens, hidden]`, by those of images.
+
+        Args:
+            embeddings: of packed tokens, from the one with the index `begin` on.
+
+        Returns:
+            Arguments of the decoder; none if no image has features for its layers.
+        """
+        first = bisect_left(self._places, begin)
+        last = bisect_left(self._places, begin + len(embeddings))
+        there = self._there[first:last] - begin
+        embeddings.index_copy_(0, there, self._rows[first:last].to(embeddings.dtype))
+        if not self._features or first == last:
+            return {}
+        mask = torch.zeros(len(embeddings), dtype=torch.bool, device=embeddings.device)
+        mask[there] = True
+        return {"visual_pos_masks": mask, FEATURES: [each[first:last] for each in self._features]}
+
+
+class RankImages:
+    """The images of a rank: its encoder, and the embeddings that it has computed.
+
+    Args:
+        model: transformers' model with its encoder.
+        reader: reads its images.
+        max_bytes: maximum size of the embeddings, and of the received images with their pixels.
+    """
+
+    def __init__(self, model: Any, reader: ProcessedImages, max_bytes: int) -> None:
+        self.reader = reader
+        self.store = ImageStore(reader, self.embedded, max_bytes)
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._has_positions = hasattr(model.base_model, "get_rope_index")
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[bytes, Embedded] = OrderedDict()
+        self._lock = threading.Lock()
+        self._places_of = lru_cache(64)(self._find_places)
+        self._given: dict[str, Any] = {}
+        decoder = model.get_decoder()
+        self.has_features = FEATURES in inspect.signature(decoder.forward).parameters
+        """True if features of the encoder are added after the decoder's first layers."""
+        if self.has_features:
+            decoder.register_forward_pre_hook(self._with_features, with_kwargs=True)
+
+    def inputs(self, images: StepImages, token_ids: torch.Tensor, begin: int, shape: tuple[int, int]) -> torch.Tensor:
+        """Return the inputs of a forward pass, and let the next one add the features of its images.
+
+        Args:
+            images: the images of the step.
+            token_ids: packed tokens of the pass, from the one with the index `begin` on.
+            shape: shape of its batch.
+
+        Returns:
+            Embeddings, `[*shape, hidden]`.
+        """
+        embeddings = self._model.get_input_embeddings()(token_ids)
+        given = images.put_into(embeddings, begin)
+        if given:
+            given["visual_pos_masks"] = given["visual_pos_masks"].view(shape)
+        self._given = given
+        found: torch.Tensor = embeddings.unflatten(0, (1, -1) if shape[0] == 1 else (-1, 1))
+        return found
+
+    def _with_features(
+        self, module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Hook of the decoder: add the features of its pass."""
+        features, self._given = self._given, {}
+        return args, given | features
+
+    def begin_step(self) -> None:
+        """Forget the features of a pass that has failed."""
+        self._given = {}
+
+    def end_probe(self) -> None:
+        """Forget the test image, and what the model has kept of it."""
+        with self._lock:
+            self._kept.clear()
+        if self._has_positions:
+            self._model.base_model.rope_deltas = None
+
+    def probe(self, vocab_size: int) -> Probe:
+        """Return a prompt with a small image, which is kept as if it had been received."""
+        read = self.reader.probe()
+        token_ids = self.reader.token_ids(read.grid)
+        others = [token for token in range(vocab_size) if token not in set(token_ids)][:NUM_AROUND]
+        image = PlacedImage(digest=b"probe", offset=len(others) // 2, num_tokens=len(token_ids), grid=read.grid)
+        prompt = [*others[: image.offset], *token_ids, *others[image.offset :]]
+        with self._lock:
+            self._kept[image.digest] = self.encoded(read.pixels)
+        inputs = {name: torch.from_numpy(array).to(self._device) for name, array in read.pixels.items()}
+        if TYPES in inspect.signature(self._model.forward).parameters:
+            inputs[TYPES] = torch.tensor(
+                [[int(token == self.reader.placeholder) for token in prompt]], device=self._device
+            )
+        return Probe(prompt, image, inputs)
+
+    def positions(self, part: StepPart) -> torch.Tensor:
+        """Return the positions of a part's tokens, `[3, tokens]` if they have three dimensions and the part's sequence
+        has images, else `[tokens]`.
+        """
+        begin, end = part.num_computed_tokens, part.end
+        plain = torch.arange(begin, end)
+        if not (part.images and self._has_positions):
+            return plain
+        merge, shift, found = self.reader.merge_size, 0, plain.expand(3, -1).clone()
+        for image in part.images:
+            if image.offset >= end:
+                break
+            _, height, width = (number // merge for number in image.grid)
+            first, last = max(begin, image.offset), min(end, image.end)
+            if first < last:
+                place = torch.arange(first, last) - image.offset
+                within = torch.stack([torch.zeros_like(place), place // width, place % width])
+                found[:, first - begin : last - begin] = within + image.offset + shift
+            shift += max(height, width) - image.num_tokens
+            found[:, max(0, image.end - begin) :] = plain[max(0, image.end - begin) :] + shift
+        return found
+
+    def decode_position(self, part: StepPart) -> int:
+        """Return the position of the only token of a part, which is no placeholder."""
+        position = self.positions(part) if part.images else None
+        return part.num_computed_tokens if position is None else int(position.view(-1)[0])
+
+    def step_positions(self, parts: Sequence[StepPart]) -> torch.Tensor:
+        """Return the positions of a step's packed tokens, `[3, tokens]` or `[tokens]`; see `positions`."""
+        found = [self.positions(part) for part in parts]
+        if all(each.dim() == 1 for each in found):
+            return torch.cat(found)
+        return torch.cat([each.expand(3, -1) for each in found], dim=1)
+
+    def of_step(self, parts: Sequence[StepPart], numbers: StepNumbers) -> StepImages | None:
+        """Return the embeddings of the images in a step; None: it has no placeholders.
+
+        Raises:
+            ImagesMissing: they are neither kept, nor are the images held.
+        """
+        found, packed = [], 0
+        for part in parts:
+            for image in part.images:
+                places = self._places_of(image.grid)
+                first, last = self._rows_in(part, image, places)
+                if first < last:
+                    at = places[first:last] + (image.offset - part.num_computed_tokens + packed)
+                    found.append((at, self.embedded(image), slice(first, last)))
+            packed += len(part.token_ids)
+        return StepImages(found, numbers) if found else None
+
+    def has_placeholders(self, parts: Sequence[StepPart]) -> bool:
+        """Return whether tokens of images are computed in a step."""
+        return any(True for part in parts for _ in self._needed(part))
+
+    def missing(self, parts: Sequence[StepPart]) -> frozenset[int]:
+        """Return the indices of parts that need images which are not there."""
+        return frozenset(
+            index for index, part in enumerate(parts) if any(not self._is_there(image) for image in self._needed(part))
+        )
+
+    def _needed(self, part: StepPart) -> list[PlacedImage]:
+        spans = ((image, *self._rows_in(part, image, self._places_of(image.grid))) for image in part.images)
+        return [image for image, first, last in spans if first < last]
+
+    def _is_there(self, image: PlacedImage) -> bool:
+        with self._lock:
+            is_kept = image.digest in self._kept
+        return is_kept or self.store.holds([image])
+
+    def embedded(self, image: PlacedImage) -> Embedded:
+        """Return the embeddings of an image, which is encoded unless they are kept.
+
+        Raises:
+            ImagesMissing: they are not kept, and neither is the image held.
+            InvalidRequest: the encoder returns another number of embeddings than the image has placeholders.
+        """
+        with self._lock:
+            if (kept := self._kept.get(image.digest)) is not None:
+                self._kept.move_to_end(image.digest)
+                return kept
+        found = self.encoded(self.store.pixels(image.digest))
+        if len(found.rows) != (expected := len(self._places_of(image.grid))):
+            raise InvalidRequest(
+                f"the model's encoder returns {len(found.rows)} embeddings for an image with {expected} tokens; send "
+                "another image"
+            )
+        with self._lock:
+            self._kept[image.digest] = found
+            excess = sum(each.num_bytes for each in self._kept.values()) - self._max_bytes
+            while excess > 0 and len(self._kept) > 1:
+                excess -= self._kept.popitem(last=False)[1].num_bytes
+        return found
+
+    @torch.inference_mode()
+    def encoded(self, pixels: dict[str, np.ndarray]) -> Embedded:
+        """Compute the embeddings of an image on the rank's device."""
+        given = {name: torch.from_numpy(array).to(self._device) for name, array in pixels.items()}
+        found = self._model.get_image_features(**given, return_dict=True)
+        return Embedded(
+            _joined(found.pooler_output).cpu(),
+            tuple(_joined(each).cpu() for each in getattr(found, "deepstack_features", None) or ()),
+        )
+
+    def _rows_in(self, part: StepPart, image: PlacedImage, places: np.ndarray) -> tuple[int, int]:
+        """Return the range of an image's embeddings whose placeholders are in a part."""
+        if part.num_computed_tokens >= image.end or part.end <= image.offset:
+            return 0, 0
+        begin, end = part.num_computed_tokens - image.offset, part.end - image.offset
+        first, last = np.searchsorted(places, (begin, end))
+        return int(first), int(last)
+
+    def _find_places(self, grid: tuple[int, ...]) -> np.ndarray:
+        """Return where the placeholders are among the tokens of an image, ascending."""
+        return np.flatnonzero(np.array(self.reader.token_ids(grid)) == self.reader.placeholder)
+
+
+def _joined(rows: Any) -> torch.Tensor:
+    """Return embeddings as `[embeddings, hidden]`, given one tensor or one for each image."""
+    return (torch.cat(list(rows)) if isinstance(rows, list | tuple) else rows).flatten(0, -2)
