@@ -209,6 +209,11 @@ class WorkerInfo:
 
     False: its model has states or windows, and it publishes only the keys that all of its pools hold.
     """
+    takes_images: bool = False
+    """True if its model takes images, and it can compute them."""
+    image_placeholder: int = 0
+    """Token that stands once per image in a prompt that the chat template has written; of no meaning if the worker
+    takes no images."""
 
     @property
     def label(self) -> str:

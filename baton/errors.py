@@ -19,6 +19,7 @@
     │   └── DeviceLost             UNAVAILABLE          503   its device no longer computes: the process must end
     │       └── LostInStep         UNAVAILABLE          503   the device was lost in a step that computed this request
     ├── WorkerDraining             UNAVAILABLE          503   a worker takes no new work; another may serve
+    ├── ImagesMissing              FAILED_PRECONDITION  503   a worker needs the bytes of the prompt's images again
     ├── NoController               UNAVAILABLE          503   no controller is alive to change the pools
     ├── Conflict                   FAILED_PRECONDITION  503   an order conflicts with the cluster's state
     ├── TransferError              ABORTED              503   KV did not arrive; the prompt is recomputed elsewhere
@@ -169,6 +170,13 @@ class LostInStep(DeviceLost):
 
 class WorkerDraining(BatonError):
     status = "UNAVAILABLE"
+    http = 503
+
+
+class ImagesMissing(BatonError):
+    """A worker must compute images whose pixels it does not hold; the next attempt must carry their bytes."""
+
+    status = "FAILED_PRECONDITION"
     http = 503
 
 

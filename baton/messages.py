@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from baton.blocks import HASH_BLOCK, block_keys, seed_with_adapter
@@ -56,6 +56,18 @@ class PlacedImage:
     def end(self) -> int:
         """One past the position of its last token."""
         return self.offset + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenImage:
+    """A worker's answer about an image: what takes the place of its placeholder in a prompt."""
+
+    digest: bytes
+    """Digest of the image's bytes; `baton.blocks.KEY_BYTES` long."""
+    grid: tuple[int, ...]
+    """Numbers of patches in time, height and width, from which positions follow."""
+    token_ids: tuple[int, ...]
+    """Tokens in place of the one placeholder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +279,8 @@ class PrefillRequest:
     ticket: Ticket | None
     """Destination of the blocks; None: they stay on this worker."""
     source: PrefixSource | None = None
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    """Encoded images of the prompt that the worker presumably does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +291,8 @@ class DecodeRequest:
     await_kv: bool
     """True if another worker computes the prompt."""
     source: PrefixSource | None = None
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    """Encoded images of the prompt that the worker presumably does not hold; empty if it awaits KV."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,11 @@ class WorkerCallsStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.ServeRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.ServeResponse.FromString,
                 _registered_method=True)
+        self.Look = channel.unary_unary(
+                '/baton.v1.WorkerCalls/Look',
+                request_serializer=baton_dot_v1_dot_worker__pb2.LookRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.LookResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerCallsServicer:
@@ -51,6 +56,14 @@ class WorkerCallsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Look(self, request, context):
+        """Decodes images and returns what takes their places in prompts. The worker keeps the pixels for a while, for the
+        prompts that follow.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerCallsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +71,11 @@ def add_WorkerCallsServicer_to_server(servicer, server):
                     servicer.Serve,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.ServeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.ServeResponse.SerializeToString,
+            ),
+            'Look': grpc.unary_unary_rpc_method_handler(
+                    servicer.Look,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.LookRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.LookResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +105,33 @@ class WorkerCalls:
             '/baton.v1.WorkerCalls/Serve',
             baton_dot_v1_dot_worker__pb2.ServeRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.ServeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Look(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerCalls/Look',
+            baton_dot_v1_dot_worker__pb2.LookRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.LookResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,12 +39,20 @@ class WorkerCallsStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerCallsAsyncStub: ...
     Serve: _grpc.StreamStreamMultiCallable[_worker_pb2.ServeRequest, _worker_pb2.ServeResponse]
     """Each side batches what is ready into one message. The end of the stream ends all its calls."""
+    Look: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LookRequest, _worker_pb2.LookResponse]
+    """Decodes images and returns what takes their places in prompts. The worker keeps the pixels for a while, for the
+    prompts that follow.
+    """
 
 @_typing.type_check_only
 class WorkerCallsAsyncStub(WorkerCallsStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Serve: _aio.StreamStreamMultiCallable[_worker_pb2.ServeRequest, _worker_pb2.ServeResponse]  # type: ignore[assignment]
     """Each side batches what is ready into one message. The end of the stream ends all its calls."""
+    Look: _aio.UnaryUnaryMultiCallable[_worker_pb2.LookRequest, _worker_pb2.LookResponse]  # type: ignore[assignment]
+    """Decodes images and returns what takes their places in prompts. The worker keeps the pixels for a while, for the
+    prompts that follow.
+    """
 
 class WorkerCallsServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -54,6 +62,16 @@ class WorkerCallsServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.ServeResponse], _abc.AsyncIterator[_worker_pb2.ServeResponse]]:
         """Each side batches what is ready into one message. The end of the stream ends all its calls."""
+
+    @_abc_1.abstractmethod
+    def Look(
+        self,
+        request: _worker_pb2.LookRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.LookResponse, _abc.Awaitable[_worker_pb2.LookResponse]]:
+        """Decodes images and returns what takes their places in prompts. The worker keeps the pixels for a while, for the
+        prompts that follow.
+        """
 
 def add_WorkerCallsServicer_to_server(servicer: WorkerCallsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
