@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -43,7 +44,7 @@ class ChatMessage:
     """Tool calls of an assistant, in OpenAI's form."""
     tool_call_id: str = ""
     """Id of the call that a tool's message answers."""
-    parts: tuple[str | bytes, ...] = field(default=(), repr=False)
+    parts: tuple[str | bytes, ...] = dataclasses.field(default=(), repr=False)
     """Texts and images in their order, for a message with images; empty: `content` is all."""
 
     @staticmethod

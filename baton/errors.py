@@ -19,9 +19,9 @@
     │   └── DeviceLost             UNAVAILABLE          503   its device no longer computes: the process must end
     │       └── LostInStep         UNAVAILABLE          503   the device was lost in a step that computed this request
     ├── WorkerDraining             UNAVAILABLE          503   a worker takes no new work; another may serve
-    ├── ImagesMissing              FAILED_PRECONDITION  503   a worker needs the bytes of the prompt's images again
     ├── NoController               UNAVAILABLE          503   no controller is alive to change the pools
     ├── Conflict                   FAILED_PRECONDITION  503   an order conflicts with the cluster's state
+    ├── ImagesMissing              FAILED_PRECONDITION  503   a worker lacks images of a prompt; send their bytes
     ├── TransferError              ABORTED              503   KV did not arrive; the prompt is recomputed elsewhere
     │   ├── TransferCancelled      ABORTED              503   nothing failed: the KV is no longer wanted
     │   ├── TransferRefused        FAILED_PRECONDITION  503   the two sides are incompatible; the message says why
@@ -173,13 +173,6 @@ class WorkerDraining(BatonError):
     http = 503
 
 
-class ImagesMissing(BatonError):
-    """A worker must compute images whose pixels it does not hold; the next attempt must carry their bytes."""
-
-    status = "FAILED_PRECONDITION"
-    http = 503
-
-
 class NoController(BatonError):
     status = "UNAVAILABLE"
     http = 503
@@ -188,6 +181,18 @@ class NoController(BatonError):
 class Conflict(BatonError):
     status = "FAILED_PRECONDITION"
     http = 503
+
+
+class ImagesMissing(BatonError):
+    """The worker has to compute images whose bytes it does not hold. The sequence succeeds once they are sent again."""
+
+    status = "FAILED_PRECONDITION"
+    http = 503
+
+    def __init__(
+        self, message: str = "this worker does not hold the bytes of the prompt's images; send them with the request"
+    ) -> None:
+        super().__init__(message)
 
 
 class TransferError(BatonError):

@@ -14,11 +14,11 @@ from baton.blocks import KEY_BYTES
 from baton.errors import InvalidRequest, Unsupported
 
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
-MAX_IMAGE_BYTES = 20 * 2**20
+MAX_IMAGE_BYTES = 24 * 2**20
 """Upper bound of the size of one image; `router.max_image_bytes` may be lower."""
 MAX_IMAGES = 64
 """Upper bound of the number of images of a request; `router.max_images` may be lower."""
-MAX_REQUEST_BYTES = 24 * 2**20
+MAX_REQUEST_BYTES = MAX_IMAGE_BYTES
 """Maximum total size of the images of a request, and so of those in one message to a worker."""
 _OTHER_NAMES = {"image/jpg": "image/jpeg"}
 _MAX_HEAD = 128

@@ -60,14 +60,18 @@ class PlacedImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenImage:
-    """A worker's answer about an image: what takes the place of its placeholder in a prompt."""
+    """What a worker found in an image: the tokens that take the place of one placeholder in a prompt's text."""
 
     digest: bytes
     """Digest of the image's bytes; `baton.blocks.KEY_BYTES` long."""
     grid: tuple[int, ...]
-    """Numbers of patches in time, height and width, from which positions follow."""
+    """See `PlacedImage.grid`."""
     token_ids: tuple[int, ...]
-    """Tokens in place of the one placeholder."""
+    """Placeholder tokens of its embeddings, with the tokens that the model's processor writes between them."""
+
+    def placed(self, offset: int) -> PlacedImage:
+        """Return its place in a prompt that has its tokens from position `offset` on."""
+        return PlacedImage(digest=self.digest, offset=offset, num_tokens=len(self.token_ids), grid=self.grid)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

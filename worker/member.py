@@ -242,6 +242,8 @@ class Member:
             incarnation=self.incarnation,
             computes=self._computes,
             resumes_anywhere=self.loop.spec.resumes_anywhere,
+            takes_images=self.loop.takes_images,
+            image_placeholder=self.loop.image_placeholder or 0,
         )
 
     def _described(self) -> WorkerInfo:

@@ -81,11 +81,16 @@ async def running(
     """
     member = Member(role, worker_id, host, config, runner)
     interceptors = (*member_auth(member.keys, member.incarnation, WORKERS_RULES), *members_only(member.tls))
-    max_bytes = max_message_bytes(runner.max_model_len)
+    engine = member.context.engine
+    max_bytes = max_message_bytes(runner.max_model_len, takes_images=engine.takes_images)
     rpc = RpcServer(SERVICE_NAMES, interceptors, max_message_bytes=max_bytes, describes_itself=False)
     prefill, decode = PrefillService(member.context), DecodeService(member.context)
     calls = CallServicer(
-        prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch, max_model_len=runner.max_model_len
+        prefill=prefill.prefill,
+        decode=decode.decode,
+        fetch=decode.fetch,
+        look=engine.look if engine.takes_images else None,
+        max_model_len=runner.max_model_len,
     )
     control = WorkerControl(member, calls)
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(calls, rpc.server)

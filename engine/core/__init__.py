@@ -16,6 +16,7 @@ __all__ = [
     "eviction",
     "faults",
     "group_pool",
+    "image_store",
     "kv_spec",
     "loop",
     "ngrams",

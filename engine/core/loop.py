@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NoReturn
 
-from baton.errors import BatonError, DeviceLost, LostInStep, Overloaded, WorkerFailed
+from baton.errors import BatonError, DeviceLost, ImagesMissing, LostInStep, Overloaded, Unsupported, WorkerFailed
 from baton.hypotheses import Hypotheses
-from baton.messages import SequenceSpec
+from baton.messages import SeenImage, SequenceSpec
 from baton.tasks import seen_through
 from baton.turns import Turns
 from engine.core.engine import Engine
+from engine.core.image_store import ImageStore
 from engine.core.kv_spec import BlockTables, KVSpec
 from engine.core.outputs import (
     EngineLoad,
@@ -122,6 +123,49 @@ class EngineLoop:
         """
         return math.inf if spec.is_continued else self._max_waiting
 
+    # -- images --------------------------------------------------------------------------------------------------------
+
+    @property
+    def takes_images(self) -> bool:
+        """See `ServingEngine.takes_images`."""
+        return self._images is not None
+
+    @property
+    def image_placeholder(self) -> int | None:
+        """See `ServingEngine.image_placeholder`."""
+        return None if self._images is None else self._images.placeholder
+
+    @property
+    def _images(self) -> ImageStore | None:
+        store: ImageStore | str = getattr(self.engine.runner, "images", "")
+        return None if isinstance(store, str) else store
+
+    async def look(self, images: SequenceOf[bytes]) -> tuple[SeenImage, ...]:
+        """See `ServingEngine.look`."""
+        if (store := self._images) is None:
+            raise Unsupported("this model takes no images here")
+        found = list[SeenImage]()
+        for encoded in images:
+            looking = asyncio.ensure_future(asyncio.to_thread(store.look, encoded))
+            await seen_through(looking)
+            found.append(looking.result())
+        return tuple(found)
+
+    async def keep_images(self, images: SequenceOf[bytes]) -> None:
+        """See `ServingEngine.keep_images`."""
+        await self.look(images)
+
+    def _require_images(self, spec: SequenceSpec) -> None:
+        """Raise ImagesMissing unless all images of a sequence are held that its prefix cache does not cover."""
+        if (store := self._images) is None:
+            raise Unsupported("this model takes no images here")
+        num_cached = 0
+        if spec.sampling.prompt_logprobs is None:  # the last token is always computed
+            keys = spec.block_keys(spec.token_ids, block_size=self.engine.pool.key_tokens)
+            num_cached = min(self.engine.pool.num_matching_tokens(keys), len(spec.token_ids) - 1)
+        if not store.holds([image for image in spec.images if image.end > num_cached]):
+            raise ImagesMissing
+
     # -- sequences -----------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
@@ -135,6 +179,8 @@ class EngineLoop:
             raise Overloaded("the worker's queue is full; try again later")
         if spec.sampling.is_structured:
             await self._prepare(spec)
+        if spec.images and purpose is not Purpose.RECEIVE:
+            self._require_images(spec)
         sequence = self.engine.add(spec, purpose, time.monotonic() if arrived_s is None else arrived_s)
         self._was_idle = False
         queue = self._outputs[sequence.key] = asyncio.Queue()

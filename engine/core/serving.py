@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 
 from baton.errors import BatonError
 from baton.hypotheses import Hypotheses
-from baton.messages import SequenceSpec
+from baton.messages import SeenImage, SequenceSpec
 from engine.core.kv_spec import KVSpec
 from engine.core.outputs import EngineLoad, OnProgress, Output, Pin
 from engine.core.sequence import Purpose
@@ -109,6 +109,33 @@ class ServingEngine(Protocol):
     @property
     def self_check(self) -> str:
         """`ok`, or a description of an error in the engine's own accounting."""
+        ...
+
+    @property
+    def takes_images(self) -> bool:
+        """True if its model answers prompts with images here."""
+        ...
+
+    @property
+    def image_placeholder(self) -> int | None:
+        """Id of the token that stands once per image in the text of a chat; None: it takes no images."""
+        ...
+
+    async def look(self, images: Sequence[bytes]) -> tuple[SeenImage, ...]:
+        """Decode images and keep them for sequences to come, as long as there is room.
+
+        Args:
+            images: PNG, JPEG, WEBP or GIF files.
+
+        Raises:
+            InvalidRequest: an image cannot be decoded, is animated, or is too large; the message says which.
+            Unsupported: the model takes no images here; the message says why.
+            Overloaded: too many images wait to be decoded, or those of running sequences leave no room.
+        """
+        ...
+
+    async def keep_images(self, images: Sequence[bytes]) -> None:
+        """Do what `look` does, for a sequence whose tokens are known."""
         ...
 
     def sequence(

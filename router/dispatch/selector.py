@@ -15,7 +15,7 @@ from baton.errors import NoWorker, Overloaded, Unsupported
 from baton.messages import PrefixSource, SequenceSpec
 from baton.trust import PERMIT_S, KeyFile, Party, Permit, keys_digest
 from router.dispatch.choice import Assignment, Choice
-from router.placement import Candidate, Mode, Placement, Prediction, PriceFit, Prompt, place
+from router.placement import Candidate, ImageCosts, Mode, Placement, Prediction, PriceFit, Prompt, place
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
 
@@ -59,12 +59,12 @@ class WorkerSelector:
         """
         deadline = time.monotonic() + self._config.worker_wait_s
         claim, avoid = choice.claim, choice.avoid
-        decide = self._decider(choice, avoid.no_sources)
+        decide = self._decider(choice, avoid.no_sources, choice.images.costs(spec) if choice.images else None)
         mode = Mode.AGGREGATED if avoid.kv_transfer and self._config.mode == "auto" else self._config.mode
         while True:
             self._check_sampler(choice)
             unfit = self.pools.unfit(spec)
-            excluded = avoid.refused | unfit.keys() | self.pools.too_short(spec)
+            excluded = avoid.refused | unfit.keys() | self.pools.unable(spec)
             candidates = self.pools.candidates(prompt, (-claim.priority, False), excluded)
             trusted = _most_trusted_first(candidates, avoid.doubted)
             placement = next((found for each in trusted if (found := decide(prompt, each, mode)) is not None), None)
@@ -82,7 +82,7 @@ class WorkerSelector:
         Returns:
             None if there is no such worker, it has died, leaves its role, or cannot serve the sequence.
         """
-        excluded = choice.avoid.refused | self.pools.unfit(spec).keys() | self.pools.too_short(spec)
+        excluded = choice.avoid.refused | self.pools.unfit(spec).keys() | self.pools.unable(spec)
         candidates = self.pools.candidates(prompt, (-choice.claim.priority, False), excluded)
         num_there = (prompt.num_tokens - 1) // self.pools.block_size * self.pools.block_size
         there = [
@@ -97,7 +97,7 @@ class WorkerSelector:
         self, choice: Choice, spec: SequenceSpec, excluded: Collection[str]
     ) -> tuple[Placement, Prompt] | None:
         """Return the decode worker to which a choice migrates; None: no suitable worker has room for it now."""
-        excluded = {*excluded, *self.pools.unfit(spec), *self.pools.too_short(spec)}
+        excluded = {*excluded, *self.pools.unfit(spec), *self.pools.unable(spec)}
         with_room = self.pools.with_room(len(spec.token_ids), excluded)
         if not with_room:
             return None
@@ -136,7 +136,7 @@ class WorkerSelector:
         )
 
     def _decider(
-        self, choice: Choice, no_sources: Collection[str] = ()
+        self, choice: Choice, no_sources: Collection[str] = (), images: ImageCosts | None = None
     ) -> Callable[[Prompt, Sequence[Candidate], str], Placement | None]:
         claim = choice.claim
         decide = partial(
@@ -146,6 +146,7 @@ class WorkerSelector:
             prices=self.prices.prices,
             pull_above_tokens=self._config.pull_above_tokens,
             not_from=no_sources,
+            images=images,
         )
         if not choice.is_drawn:
             return decide

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 from baton.api import Chat, PromptInput, Text, TokenIds, Truncation, TruncationSide
 from baton.blocks import cache_seed
 from baton.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
-from baton.messages import ROUTERS_SAMPLING, SequenceSpec
+from baton.messages import ROUTERS_SAMPLING, PlacedImage, SequenceSpec
 from baton.sampling import SamplingParams
 from baton.sandbox import ReplyKind
 from baton.tasks import seen_through
@@ -248,12 +248,18 @@ class SequenceBuilder:
         self._cache_seeds: dict[str, bytes] = {}  # by cache scope; the tenants' file bounds their number
 
     def build(
-        self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, tenant: Tenant
+        self,
+        request_id: str,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        tenant: Tenant,
+        images: tuple[PlacedImage, ...] = (),
     ) -> SequenceSpec:
         """Return the sequence of a request's first choice.
 
         Args:
             params: with token ids in place of texts (`in_tokens`).
+            images: those of the prompt.
         """
         sampling = _for_workers(params, self._vocab_size)
         if sampling.seed is None:
@@ -265,6 +271,7 @@ class SequenceBuilder:
             num_prompt_tokens=len(prompt_ids),
             sampling=sampling,
             cache_seed=self._cache_seed(tenant),
+            images=images,
         )
 
     def _cache_seed(self, tenant: Tenant) -> bytes:

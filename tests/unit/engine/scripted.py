@@ -22,7 +22,7 @@ from baton.config import OWN_SETTINGS
 from baton.costs import PRIOR
 from baton.errors import BatonError, DeviceLost
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
-from baton.messages import PrefillReport, SequenceSpec
+from baton.messages import PrefillReport, SeenImage, SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES
 from baton.tasks import cancel_and_wait
@@ -168,6 +168,15 @@ class ScriptedEngine:
 
     def hypotheses(self, spec: SequenceSpec) -> Hypotheses:
         return NO_HYPOTHESES
+
+    takes_images = False
+    image_placeholder = None
+
+    async def look(self, images: Sequence[bytes]) -> tuple[SeenImage, ...]:
+        raise NotImplementedError
+
+    async def keep_images(self, images: Sequence[bytes]) -> None:
+        raise NotImplementedError
 
     def hand_back(self, reason: BatonError) -> None:
         raise NotImplementedError

@@ -275,7 +275,7 @@ async def test_what_comes_of_a_call_after_it_was_left_is_dropped() -> None:
     """Its tokens are under way, then its failure, while the next call is served already."""
     received: list[StartCall | CancelCall] = []
 
-    class Late(worker_pb2_grpc.WorkerCallsServicer):
+    class Late(CallServicer):
         async def Serve(self, requests: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
             async for frame in requests:
                 received.extend(wire.commands(frame))
@@ -294,7 +294,7 @@ async def test_what_comes_of_a_call_after_it_was_left_is_dropped() -> None:
 
 
 async def test_an_event_of_a_newer_version_fails_its_call() -> None:
-    class Newer(worker_pb2_grpc.WorkerCallsServicer):
+    class Newer(CallServicer):
         async def Serve(self, requests: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
             async for _ in requests:
                 await context.write(worker_pb2.ServeResponse(events=[worker_pb2.Event(call_id=1)]))
