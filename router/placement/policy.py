@@ -310,7 +310,7 @@ class _Costs:
         prices: Prices,
         pull_above_tokens: int,
         not_from: Collection[str],
-        images: ImageCosts | None,
+        images: ImageCosts | None = None,
     ) -> None:
         self._prompt = prompt
         self._images = images
