@@ -74,6 +74,8 @@ def image_in_base64(data: Any, media_type: Any, where: str) -> bytes:
         raise InvalidRequest(f"{where} must be a string in base64", where)
     if len(data) > MAX_IMAGE_BYTES * 4 // 3 + 4:
         raise InvalidRequest(f"{where} is longer than an image of {MAX_IMAGE_BYTES} bytes; send a smaller one", where)
+    if len(data) % 4:  # which the decoder below may take
+        raise InvalidRequest(f"{where} is not valid base64: its padding is wrong", where)
     try:
         image = binascii.a2b_base64(data, strict_mode=True)
     except ValueError as error:  # binascii.Error, or a character that is not ASCII

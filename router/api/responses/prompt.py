@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.api import Chat
-from baton.chat import ChatMessage, content_of, tool_call
+from baton.chat import WITH_IMAGES, ChatMessage, content_of, tool_call
 from baton.errors import InvalidRequest
 from baton.images import image_in_url
 from router.api.efforts import Effort, Template, set_effort, variables_of
@@ -80,9 +80,8 @@ def messages_of(items: Sequence[InputItem], functions: Functions) -> list[ChatMe
             turn = _AssistantTurn()
         match item:
             case MessageItem(role="assistant", content=content):
-                text, images = _content(content, where)
-                if images:
-                    raise InvalidRequest(f"{where} is the assistant's and has an image; only users send images", where)
+                text, parts = _content(content, where)
+                _check_role("assistant", parts, where)
                 turn.texts.append(text)
             case ReasoningItem():
                 turn.reasonings += [part.text for part in item.content or item.summary or ()]
@@ -97,6 +96,7 @@ def messages_of(items: Sequence[InputItem], functions: Functions) -> list[ChatMe
                 messages.append(ChatMessage(role="tool", content=text, parts=parts, tool_call_id=call_id))
             case MessageItem(role=role, content=content):
                 text, parts = _content(content, where)
+                _check_role(role, parts, where)
                 messages.append(ChatMessage(role=role, content=text, parts=parts))
     return [*messages, *turn.message()]
 
@@ -143,6 +143,11 @@ def _content(
     if isinstance(content, str):
         return content, ()
     return content_of([_part(part, f"{where}.{name}[{index}]") for index, part in enumerate(content)])
+
+
+def _check_role(role: str, parts: Sequence[str | bytes], where: str) -> None:
+    if parts and role not in WITH_IMAGES:
+        raise InvalidRequest(f"{where} of role {role} has an image; only users and tools send images", where)
 
 
 def _part(part: InputTextPart | InputImagePart | OutputTextPart | RefusalPart, where: str) -> str | bytes:
