@@ -32,6 +32,7 @@ __all__ = [
     "gpus",
     "grammar",
     "hypotheses",
+    "images",
     "json_schema",
     "kv_layout",
     "memory",

@@ -51,6 +51,11 @@ class Chat:
     parse_special: bool = False
     """See `Text`."""
 
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """Images of its messages, in order."""
+        return tuple(part for each in self.messages if each.parts for part in each.parts if isinstance(part, bytes))
+
 
 class TruncationSide(StrEnum):
     LEFT = "left"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
 from baton.call_arguments import parsed_arguments
 from baton.errors import InvalidRequest, Unsupported
+from baton.images import image_in_url
 from baton.nesting import check_levels
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -23,6 +25,8 @@ Null is always neutral. A client sends a response back with all its fields.
 MAX_MESSAGES = 1024
 MAX_NAME = 256
 """Maximum length in characters of a name or an id in a message."""
+WITH_IMAGES = ("user", "tool")
+"""Roles whose messages may have images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,8 @@ class ChatMessage:
     """Tool calls of an assistant, in OpenAI's form."""
     tool_call_id: str = ""
     """Id of the call that a tool's message answers."""
+    parts: tuple[str | bytes, ...] = dataclasses.field(default=(), repr=False)
+    """Texts and images in their order, for a message with images; empty: `content` is all."""
 
     @staticmethod
     def parse(value: object, index: int) -> ChatMessage:
@@ -64,8 +70,9 @@ class ChatMessage:
         calls = _calls_of(set_fields.pop("tool_calls", []), f"{where}.tool_calls")
         has_none = bool(calls) or value.get("role") in ("assistant", "tool", "function")
         content: Any = set_fields.pop("content", "" if has_none else None)
+        parts: tuple[str | bytes, ...] = ()
         if isinstance(content, list):
-            content = "\n".join(_text_of(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+            content, parts = content_of([_part_of(part, f"{where}.content[{i}]") for i, part in enumerate(content)])
         texts: dict[str, Any] = {"role": None, "content": content}
         for field, text in (texts | set_fields).items():
             if not isinstance(text, str):
@@ -73,7 +80,9 @@ class ChatMessage:
         reasonings = {set_fields.pop(name) for name in ("reasoning", "reasoning_content") if name in set_fields}
         if len(reasonings) > 1:
             raise InvalidRequest(f"{where} has two different reasonings; send one of them", f"{where}.reasoning")
-        message = ChatMessage(content=content, tool_calls=calls, reasoning=next(iter(reasonings), None), **set_fields)
+        message = ChatMessage(
+            content=content, parts=parts, tool_calls=calls, reasoning=next(iter(reasonings), None), **set_fields
+        )
         message.check(index)
         return message
 
@@ -91,6 +100,8 @@ class ChatMessage:
             raise InvalidRequest(f"{where}.{name} belongs to an assistant's message; remove it", f"{where}.{name}")
         if self.tool_call_id and self.role != "tool":
             raise InvalidRequest(f"{where}.tool_call_id belongs to a tool's message; remove it", where)
+        if self.parts and self.role not in WITH_IMAGES:
+            raise InvalidRequest(f"{where} of role {self.role} has an image; only users and tools send images", where)
         for name, text in (("name", self.name), ("tool_call_id", self.tool_call_id)):
             if len(text) > MAX_NAME:
                 raise InvalidRequest(f"{where}.{name} is longer than {MAX_NAME} characters; shorten it", where)
@@ -111,6 +122,12 @@ class ChatMessage:
             InvalidRequest: the arguments of a call are nested too deeply.
         """
         return [_with_parsed_arguments(call) for call in self.tool_calls]
+
+
+def content_of(parts: Sequence[str | bytes]) -> tuple[str, tuple[str | bytes, ...]]:
+    """Return the `content` and the `parts` of a message with these texts and images."""
+    has_images = any(isinstance(part, bytes) for part in parts)
+    return "\n".join(part for part in parts if isinstance(part, str)), tuple(parts) if has_images else ()
 
 
 def tool_call(*, call_id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -156,15 +173,24 @@ def unsupported_field(where: str) -> Unsupported:
     )
 
 
-def _text_of(part: Any, where: str) -> str:
+def _part_of(part: Any, where: str) -> str | bytes:
+    if isinstance(part, dict) and part.get("type") == "image_url":
+        return _image_of(part, where)
     if not isinstance(part, dict) or part.get("type") != "text":
-        raise Unsupported(f"{where} must be a part of text; others are not supported yet", where)
+        raise Unsupported(f"{where} must be a part of text or an image; others are not supported yet", where)
     for name in part.keys() - {"type", "text"}:
         raise unsupported_field(f"{where}.{name}")
     if not isinstance(part.get("text"), str):
         raise InvalidRequest(f"{where}.text must be a string", f"{where}.text")
     text: str = part["text"]
     return text
+
+
+def _image_of(part: Mapping[str, Any], where: str) -> bytes:
+    for name in part.keys() - {"type", "image_url"}:
+        raise unsupported_field(f"{where}.{name}")
+    where = f"{where}.image_url"
+    return image_in_url(_object_of(part.get("image_url"), ("url",), where).get("url"), f"{where}.url")
 
 
 def _calls_of(value: Any, where: str) -> tuple[dict[str, Any], ...]:

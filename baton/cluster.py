@@ -217,6 +217,11 @@ class WorkerInfo:
     """
     max_adapters: int = 0
     """Maximum number of LoRA adapters in memory at a time; 0: it serves none, or its release does not report it."""
+    takes_images: bool = False
+    """True if its model takes images, and it can compute them."""
+    image_placeholder: int = 0
+    """Token that stands once per image in a prompt that the chat template has written; of no meaning if the worker
+    takes no images."""
 
     @property
     def label(self) -> str:

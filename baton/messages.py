@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from baton.blocks import HASH_BLOCK, block_keys, seed_with_adapter
@@ -283,6 +283,8 @@ class PrefillRequest:
     ticket: Ticket | None
     """Destination of the blocks; None: they stay on this worker."""
     source: PrefixSource | None = None
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    """Encoded images of the prompt that the worker presumably does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +295,8 @@ class DecodeRequest:
     await_kv: bool
     """True if another worker computes the prompt."""
     source: PrefixSource | None = None
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    """Encoded images of the prompt that the worker presumably does not hold; empty if it awaits KV."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class DecodeService:
             if request.await_kv:
                 serve: AsyncGenerator[Ticket | NewTokens] = self._after_kv_transfer(spec)
             else:
-                serve = self._aggregated(spec, request.source, tracing.context_of(span))
+                serve = self._aggregated(spec, request.source, tracing.context_of(span), request.images)
             async with contextlib.aclosing(serve) as events:
                 async for event in events:
                     yield event
@@ -63,13 +63,15 @@ class DecodeService:
         yield Fetched(num_tokens)
 
     async def _aggregated(
-        self, spec: SequenceSpec, source: PrefixSource | None, trace: Context
+        self, spec: SequenceSpec, source: PrefixSource | None, trace: Context, images: tuple[bytes, ...] = ()
     ) -> AsyncGenerator[NewTokens]:
         """Prefill and decode here, starting with a prefix pulled from `source` if there is one."""
         arrived_s = time.monotonic()
         began_s = time.monotonic()
         num_pulled = await self._worker.kv.prefixes.fetch(spec, source, arrived_s, trace) if source else 0
         pull_s = time.monotonic() - began_s if num_pulled else 0.0
+        if images:
+            await self._worker.engine.keep_images(images)
         async with (
             self._worker.engine.sequence(spec, Purpose.GENERATE, arrived_s) as sequence,
             contextlib.aclosing(_tokens(sequence)) as new,

@@ -12,17 +12,22 @@ count. A worker runs it if `testing.arithmetic` is set.
 The modulus is a prime because each output token is a multiple of the one before by its position. Modulo 49152, which
 two to the power of 14 divides, all tokens after about 16 would be 0, and a lost or repeated one would not be noticed.
 
+An image stands in a prompt as one token per eight bytes of its file. They are the placeholder, but for the last one,
+which depends on the image's digest; so prompts with two images of one size differ in one token.
+
 The next token has the highest logit, and each token after it 0.1 less, wrapping around at the end of the vocabulary.
 Sampling, penalties and exclusions work on these logits, with the sampler of the real models.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -31,10 +36,11 @@ from baton.adapters import AdapterFacts, load_registered, read_adapter, require_
 from baton.blocks import num_blocks_for
 from baton.cluster import Computes
 from baton.config import EngineConfig, ModelConfig, TestingConfig
+from baton.errors import InvalidRequest
 from baton.messages import Adapter
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Sampled, TokenScores
-from engine.core.image_store import ImageStore
+from engine.core.image_store import ImageStore, ReadImage
 from engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup, StateSpec
 from engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from engine.model.kv_cache import KVCache
@@ -49,6 +55,8 @@ NUM_LAYERS, NUM_BLOCKS, MODEL_LEN = 2, 4096, 8192
 """Size of a worker's arithmetic model, unless its settings say otherwise."""
 NUM_NEAR = 4096
 """Number of tokens next to the best one that have any weight at the highest temperature."""
+FIRST_IMAGE_TOKEN, NUM_IMAGE_TOKENS = 1000, 30_000
+"""Range of the tokens that tell images apart."""
 NUM_ROWS_PER_SEQUENCE = 4
 """Rows of states: two for each sequence that runs, and as many snapshots."""
 
@@ -60,6 +68,8 @@ class ArithmeticRunner:
     time is slept before a layer is written and stands for the computation.
 
     `tokenizer`, a tokenizer.json, gives its tokens the texts that structured outputs are made of.
+
+    With an `image_placeholder` it takes images, and keeps `image_bytes` of them.
     """
 
     runs_ahead = False
@@ -85,7 +95,11 @@ class ArithmeticRunner:
         tokenizer: Path | None = None,
         max_adapters: int = 0,
         max_adapter_rank: int = 64,
+        image_placeholder: int | None = None,
+        image_bytes: int = 2**20,
     ) -> None:
+        if image_placeholder is not None:
+            self.images = ImageStore(ArithmeticReader(image_placeholder), lambda image: None, image_bytes)
         states = (StateSpec("token_sum", (1,), "int64"),) if with_state else ()
         groups = [
             LayerGroup(
@@ -250,7 +264,33 @@ def arithmetic_runner(model: ModelConfig, engine: EngineConfig, testing: Testing
         tokenizer=Path(model.path) / "tokenizer.json" if model.path else None,
         max_adapters=engine.max_adapters,
         max_adapter_rank=engine.max_adapter_rank,
+        image_placeholder=image_placeholder_of(Path(model.path)) if model.path else None,
     )
+
+
+def image_placeholder_of(folder: Path) -> int | None:
+    """Return the placeholder of images in a model's folder; None: the model takes none."""
+    found: int | None = json.loads((folder / "config.json").read_text()).get("image_token_id")
+    return found
+
+
+class ArithmeticReader:
+    """Reader of the arithmetic model's images (`ImageReader`)."""
+
+    def __init__(self, placeholder: int) -> None:
+        self.placeholder = placeholder
+
+    def read(self, encoded: bytes) -> ReadImage:
+        """See `ImageReader.read`. A file whose last bytes are "broken" is."""
+        if encoded.endswith(b"broken"):
+            raise InvalidRequest("an image cannot be decoded: it is broken")
+        number = int.from_bytes(blake2b(encoded, digest_size=2).digest(), "little")
+        return ReadImage((max(1, len(encoded) // 8), number), None, 0)
+
+    def token_ids(self, grid: tuple[int, ...]) -> tuple[int, ...]:
+        """See `ImageReader.token_ids`."""
+        num_tokens, number = grid
+        return (self.placeholder,) * (num_tokens - 1) + (FIRST_IMAGE_TOKEN + number % NUM_IMAGE_TOKENS,)
 
 
 @cache

@@ -44,6 +44,8 @@ class PrefillService:
             began_s = time.monotonic()
             num_pulled = await worker.kv.prefixes.fetch(spec, source, arrived_s, trace) if source else 0
             pull_s = time.monotonic() - began_s if num_pulled else 0.0
+            if request.images:
+                await worker.engine.keep_images(request.images)
             sequence = await stack.enter_async_context(worker.engine.sequence(spec, Purpose.PREFILL, arrived_s))
             admitted = await sequence.next()
             assert isinstance(admitted, Admitted)

@@ -46,6 +46,7 @@ from router.cluster.registry import Registry
 from router.cluster.watch import AlertBook, AlertWatch
 from router.dispatch.decisions import DecisionLog
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.images import ImageLooker
 from router.dispatch.worker_client import WorkerClient
 from router.http_server import HttpServer, connection_limits, http_servers
 from router.placement.pool_view import UNKNOWN_LENGTH, PoolView
@@ -221,6 +222,7 @@ def build(config: Config) -> Router:
         dispatcher=_dispatcher(
             config, store, pools, client=client, decisions=decisions, instruments=instruments, keys=keys
         ),
+        looker=ImageLooker(pools=pools, client=client, config=config.router),
         limiter=Limiter(config.router.max_in_flight),
         accounts=accounts,
         journal=store.journal,

@@ -3,7 +3,8 @@
 1. Admit. The API has identified the tenant (`router.admission.tenants`). Check model, id and sampling; take a slot; and
    check the tenant's known limits (`router.admission.accounts`), or refuse at once with Retry-After.
 2. Write the prompt. Chat template and tokenizer; check length and vocabulary (`router.prompt`), and charge it to the
-   tenant. From here on there are only token ids.
+   tenant. A worker looks at its images, whose tokens take their places (`router.dispatch.images`). From here on there
+   are only token ids; the images' bytes stay until the request ends, for workers that lack them.
 3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`router.prompt.sequence`).
 4. Place, reserve, prefill, transfer, decode: `router.dispatch` does this for all choices, and retries when a worker
    fails.
@@ -27,22 +28,26 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from opentelemetry.context import Context
 
 from baton.api import GenerateChunk, GenerateRequest, ModelCard, PromptInput, PromptScores, Truncation
 from baton.config import RouterConfig
-from baton.messages import NewTokens
+from baton.errors import InvalidRequest
+from baton.messages import NewTokens, PlacedImage
 from baton.registered_adapters import NO_ADAPTERS, Adapters, RegisteredAdapter
 from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
 from kvstore.leases import Noted, RecordKey
 from router.admission import (
     Accounts,
+    ImageMemory,
     Limiter,
     ModelFacts,
     SloCounts,
     check_model,
+    check_prompt,
     check_request_id,
     check_resume,
     check_special,
@@ -53,8 +58,8 @@ from router.admission import (
 )
 from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.answer import AnswerChunks, AnswerPlan, AnswerSelection, AnswerWriter, with_reasoning, with_tool_choice
-from router.dispatch import Choice, ChoiceGroup, Dispatcher
-from router.prompt import PromptEncoder, SequenceBuilder, StructureChecker, in_tokens
+from router.dispatch import Choice, ChoiceGroup, Dispatcher, ImageLooker, RequestImages
+from router.prompt import PromptEncoder, SequenceBuilder, StructureChecker, in_tokens, with_images
 from router.request.bodies import BodyBook
 from router.request.model import UNKNOWN_INGRESS, Ingress, LoadedModel
 from router.request.moderation import ModeratedAnswer, Moderator
@@ -62,6 +67,15 @@ from router.request.request_log import RequestLog
 from router.request.resume import Call, CallsInFlight, Journal, digest_of, only_delivered, with_delivered
 from router.request.settlement import Settlement
 from router.request.usage_log import UsageBook
+
+
+class _Prompt(NamedTuple):
+    """A prompt as workers get it."""
+
+    token_ids: tuple[int, ...]
+    placed: tuple[PlacedImage, ...] = ()
+    images: RequestImages | None = None
+    """The images themselves; None: there are none."""
 
 
 class RouterService:
@@ -81,6 +95,7 @@ class RouterService:
         model: LoadedModel,
         *,
         dispatcher: Dispatcher,
+        looker: ImageLooker,
         limiter: Limiter,
         accounts: Accounts,
         journal: Journal,
@@ -98,6 +113,8 @@ class RouterService:
         self._worker_limit = worker_limit
         self._adapters = adapters
         self._dispatcher = dispatcher
+        self._looker = looker
+        self._image_memory = ImageMemory(config)
         self._limiter = limiter
         self._accounts = accounts
         self._journal = journal
@@ -200,22 +217,25 @@ class RouterService:
             params = sampling_params(request.sampling, facts)
             check_resume(request, params)
             past = await self.calls.take_over(key) if request.resume_from else None
-            with self._limiter.slot(key.request_id, params.num_answers, tenant), self.calls.entered(key) as call:
+            with (
+                self._limiter.slot(key.request_id, params.num_answers, tenant),
+                self.calls.entered(key) as call,
+                self._image_memory.holding(request.prompt, tenant.id) as encoded,
+            ):
                 settle.charge = self._accounts.arrive(tenant, params.num_answers)
-                prompt_ids = await self._prompt_ids(request, params, tenant)
+                prompt_ids, placed, images = await self._prompt(request, encoded, params, tenant)
                 params = with_lengths(
                     params, request.sampling, len(prompt_ids), facts, shortens=request.shortens_answer
                 )
                 check_resume(request, params)
-                params, plan = self._planned(request.prompt, prompt_ids, params)
-                structure = await self._structures.check(params.structured_outputs, tenant.id)
-                if structure is not params.structured_outputs:
-                    params = replace(params, structured_outputs=structure)
+                params, plan = await self._planned(request.prompt, prompt_ids, params, tenant)
                 await settle.charge.book(len(prompt_ids), self._num_to_reserve(request, params))
-                spec = self._sequences.build(key.request_id, prompt_ids, params, tenant, adapter)
+                spec = self._sequences.build(key.request_id, prompt_ids, params, tenant)
+                if adapter is not None or placed:
+                    spec = replace(spec, adapter=adapter, images=placed)
                 digest = digest_of(self.model.content_id, spec)
                 noted = await self._begun(key, digest, params, request.resume_from, past)
-                group = ChoiceGroup.begin(spec, claim, settle.trace, params.num_answers, noted)
+                group = ChoiceGroup.begin(spec, claim, settle.trace, params.num_answers, noted, images=images)
                 call.begin(digest, group)
                 settle.begin(group, params, request.resume_from, digest)
                 selection = AnswerSelection(params, request.resume_from)
@@ -252,13 +272,37 @@ class RouterService:
         Raises:
             InvalidRequest: see `PromptEncoder.encode`.
             Forbidden: see `check_special`.
+            Unsupported, Overloaded, NoWorker, WorkerFailed: no worker can look at its images.
         """
-        check_special(prompt, tenant)
-        return await self._encoder.encode(prompt, tenant, self.facts, truncation)
+        with self._image_memory.holding(prompt, tenant.id) as encoded:
+            return (await self._encoded(prompt, encoded, tenant, truncation)).token_ids
 
-    async def _prompt_ids(self, request: GenerateRequest, params: SamplingParams, tenant: Tenant) -> tuple[int, ...]:
-        """Return the token ids of a request's prompt, truncated as it asks for."""
-        return await self.tokenize(request.prompt, tenant, truncation_of(request.truncation, params, self.facts))
+    async def _prompt(
+        self, request: GenerateRequest, encoded: Sequence[bytes], params: SamplingParams, tenant: Tenant
+    ) -> _Prompt:
+        """Return a request's prompt, truncated as it asks for.
+
+        Args:
+            encoded: its images.
+        """
+        truncation = truncation_of(request.truncation, params, self.facts)
+        return await self._encoded(request.prompt, encoded, tenant, truncation)
+
+    async def _encoded(
+        self, prompt: PromptInput, encoded: Sequence[bytes], tenant: Tenant, truncation: Truncation | None
+    ) -> _Prompt:
+        check_special(prompt, tenant)
+        if not encoded:
+            return _Prompt(await self._encoder.encode(prompt, tenant, self.facts, truncation))
+        if truncation is not None:
+            name = "truncate_prompt_tokens"
+            raise InvalidRequest(f"{name} cannot be combined with images, which it might cut; unset it", name)
+        placeholder = await self._looker.placeholder()
+        written = await self._encoder.encode(prompt, tenant, self.facts)
+        images = await self._looker.look(encoded, tenant)
+        token_ids, placed = with_images(written, placeholder, images.seen)
+        check_prompt(token_ids, self.facts)
+        return _Prompt(token_ids, placed, images)
 
     def _num_to_reserve(self, request: GenerateRequest, params: SamplingParams) -> int:
         """Return the number of tokens to reserve for a request's answers.
@@ -285,17 +329,21 @@ class RouterService:
             usage_book=self._usage_book,
         )
 
-    def _planned(
-        self, prompt: PromptInput, prompt_ids: Sequence[int], params: SamplingParams
+    async def _planned(
+        self, prompt: PromptInput, prompt_ids: Sequence[int], params: SamplingParams, tenant: Tenant
     ) -> tuple[SamplingParams, AnswerPlan | None]:
         """Return the parameters for the workers with tool choice and reasoning applied, and the plan of the answer.
 
-        The plan assigns the parts of the answer to the fields of the response.
+        The plan assigns the parts of the answer to the fields of the response. The answer's structure is checked.
         """
         tokenizer, form = self.model.tokenizer, self.model.format
         plan = form.plan(prompt, prompt_ids, tokenizer, params)
         params = with_tool_choice(params, prompt, form.calls, tokenizer)
-        return with_reasoning(in_tokens(params, tokenizer), plan), plan
+        params = with_reasoning(in_tokens(params, tokenizer), plan)
+        structure = await self._structures.check(params.structured_outputs, tenant.id)
+        if structure is not params.structured_outputs:
+            params = replace(params, structured_outputs=structure)
+        return params, plan
 
     async def _begun(
         self, key: RecordKey, digest: bytes, params: SamplingParams, delivered: Mapping[int, int], past: Call | None

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from baton import wire
 from baton.blocks import KEY_BYTES
 from baton.errors import BatonError, InvalidRequest, Unsupported
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
+from baton.images import MAX_REQUEST_BYTES
 from baton.messages import (
     CallEnded,
     CancelCall,
@@ -35,6 +36,7 @@ from baton.messages import (
     FetchRequest,
     Migrate,
     PrefillRequest,
+    SeenImage,
     SequenceSpec,
     StartCall,
 )
@@ -50,13 +52,20 @@ MAX_TOP_K = 2**20
 Prefill = Callable[[PrefillRequest, Context], AsyncGenerator[Event]]
 Decode = Callable[[DecodeRequest, Context], AsyncGenerator[Event]]
 Fetch = Callable[[FetchRequest, Context], AsyncGenerator[Event]]
+Look = Callable[[Sequence[bytes]], Awaitable[tuple[SeenImage, ...]]]
 
 logger = logging.getLogger(__name__)
 
 
-def max_message_bytes(max_model_len: int) -> int:
-    """Return the message size limit for a worker with this sequence length: a router's frame, or gRPC's own limit."""
-    return max(int(MAX_FRAME_COMMANDS * wire.max_start_bytes(max_model_len)), 4 * 2**20)
+def max_message_bytes(max_model_len: int, *, takes_images: bool = False) -> int:
+    """Return the message size limit for a worker with this sequence length: a router's frame, or gRPC's own limit.
+
+    Args:
+        takes_images: a frame may have a single command with the images of a request instead.
+    """
+    start_bytes = int(wire.max_start_bytes(max_model_len))
+    most = max(MAX_FRAME_COMMANDS * start_bytes, 4 * 2**20)
+    return max(most, start_bytes + MAX_REQUEST_BYTES) if takes_images else most
 
 
 class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
@@ -66,6 +75,7 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         prefill, decode, fetch: each returns the events of one call; None: the worker refuses such calls. Closing the
             generator cancels the call and frees what it holds. Typed errors reach the router unchanged.
         checks: checks the folders of adapters; None: this worker serves no adapters.
+        look: returns what the engine sees of images (`ServingEngine.look`); None: it takes none.
         max_model_len: maximum number of tokens in a sequence on this worker.
     """
 
@@ -76,12 +86,14 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         decode: Decode | None = None,
         fetch: Fetch | None = None,
         checks: AdapterChecks | None = None,
+        look: Look | None = None,
         max_model_len: float = math.inf,
     ) -> None:
         self._prefill = prefill
         self._decode = decode
         self._fetch = fetch
         self._checks = checks or AdapterChecks()
+        self._look = look
         self._max_model_len = max_model_len
         self._running: dict[asyncio.Task[None], tuple[StartCall, Outbox[tuple[int, Event]]]] = {}
         self._is_idle = asyncio.Event()
@@ -141,6 +153,14 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
     ) -> worker_pb2.CheckAdapterResponse:
         facts = await self._checks.check(request.path)
         return worker_pb2.CheckAdapterResponse(digest=facts.digest, rank=facts.rank, num_bytes=facts.num_bytes)
+
+    async def Look(  # noqa: N802 - the generated name
+        self, request: worker_pb2.LookRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.LookResponse:
+        """Answer a router's question about images. Raises InvalidRequest and Unsupported if they cannot be taken."""
+        if self._look is None:
+            raise Unsupported("this worker takes no images")
+        return wire.look_response(await self._look(wire.looked_at(request)))
 
     async def _run(self, start: StartCall, outbox: Outbox[tuple[int, Event]]) -> None:
         call_id = start.call_id

@@ -243,6 +243,8 @@ class Member:
             computes=self._computes,
             resumes_anywhere=self.loop.spec.resumes_anywhere,
             max_adapters=self.loop.max_adapters,
+            takes_images=self.loop.takes_images,
+            image_placeholder=self.loop.image_placeholder or 0,
         )
 
     def _described(self) -> WorkerInfo:

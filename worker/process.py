@@ -82,7 +82,8 @@ async def running(
     """
     member = Member(role, worker_id, host, config, runner)
     interceptors = (*member_auth(member.keys, member.incarnation, WORKERS_RULES), *members_only(member.tls))
-    max_bytes = max_message_bytes(runner.max_model_len)
+    engine = member.context.engine
+    max_bytes = max_message_bytes(runner.max_model_len, takes_images=engine.takes_images)
     rpc = RpcServer(SERVICE_NAMES, interceptors, max_message_bytes=max_bytes, describes_itself=False)
     prefill, decode = PrefillService(member.context), DecodeService(member.context)
     calls = CallServicer(
@@ -90,6 +91,7 @@ async def running(
         decode=decode.decode,
         fetch=decode.fetch,
         checks=AdapterChecks(member.loop.check_adapter if member.loop.max_adapters else None),
+        look=engine.look if engine.takes_images else None,
         max_model_len=runner.max_model_len,
     )
     control = WorkerControl(member, calls)

@@ -15,6 +15,7 @@ from baton.config.section import (
     NUMBER,
     ON_OFF,
     SECRET,
+    WHOLE,
     AtLeastOne,
     Float,
     HostPort,
@@ -27,6 +28,7 @@ from baton.config.section import (
     section,
 )
 from baton.errors import ConfigError
+from baton.images import MAX_IMAGE_BYTES, MAX_IMAGES
 
 POSITIVE = Must("an objective must be more than 0, got {field} {value}")
 NOT_NEGATIVE = Must("{field} must be at least 0, got {value}")
@@ -156,6 +158,16 @@ class RouterConfig:
     """Maximum output length of requests that give none; 0: up to the context window."""
     cache_secret: Secret = field(default="", repr=False)
     """Secret that keys the tenants' cache scopes; it must be the same on all routers. `baton up` generates one."""
+    max_images: Annotated[int, Field(ge=1, le=MAX_IMAGES), WHOLE, Must.be(f"1 to {MAX_IMAGES}")] = 16
+    """Maximum number of images in a request."""
+    max_image_bytes: Annotated[int, Field(ge=1, le=MAX_IMAGE_BYTES), WHOLE, Must.be(f"1 to {MAX_IMAGE_BYTES}")] = (
+        20_971_520
+    )
+    """Maximum size of an image, as a file. The limits on a whole request apply too: 8 MiB over HTTP, with images in
+    base64, and 4 MiB over gRPC."""
+    image_memory_bytes: AtLeastOne = 256 * 2**20
+    """Maximum size of the images of all running requests; further requests with images are refused with 429. One tenant
+    may have half of it."""
     tenants_file: String = ""
     """YAML file of the tenants and the SHA-256 of their API keys (`printf %s KEY | sha256sum`);
     `router.admission.tenants` lists the fields. The file is reloaded when it changes: added and removed keys take

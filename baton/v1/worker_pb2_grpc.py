@@ -44,6 +44,11 @@ class WorkerCallsStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.CheckAdapterRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.CheckAdapterResponse.FromString,
                 _registered_method=True)
+        self.Look = channel.unary_unary(
+                '/baton.v1.WorkerCalls/Look',
+                request_serializer=baton_dot_v1_dot_worker__pb2.LookRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.LookResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerCallsServicer:
@@ -64,6 +69,14 @@ class WorkerCallsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Look(self, request, context):
+        """Decodes images and returns what takes their places in prompts. The worker keeps the pixels for a while, for the
+        prompts that follow.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerCallsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +89,11 @@ def add_WorkerCallsServicer_to_server(servicer, server):
                     servicer.CheckAdapter,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.CheckAdapterRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.CheckAdapterResponse.SerializeToString,
+            ),
+            'Look': grpc.unary_unary_rpc_method_handler(
+                    servicer.Look,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.LookRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.LookResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +150,33 @@ class WorkerCalls:
             '/baton.v1.WorkerCalls/CheckAdapter',
             baton_dot_v1_dot_worker__pb2.CheckAdapterRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.CheckAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Look(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerCalls/Look',
+            baton_dot_v1_dot_worker__pb2.LookRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.LookResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,10 @@ class WorkerCallsStub:
     """Checks the folder of an adapter without loading it: whether this worker can apply it, and its digest. A worker
     checks one folder at a time.
     """
+    Look: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LookRequest, _worker_pb2.LookResponse]
+    """Decodes images and returns what takes their places in prompts. The worker keeps the pixels for a while, for the
+    prompts that follow.
+    """
 
 @_typing.type_check_only
 class WorkerCallsAsyncStub(WorkerCallsStub):
@@ -52,6 +56,10 @@ class WorkerCallsAsyncStub(WorkerCallsStub):
     CheckAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.CheckAdapterRequest, _worker_pb2.CheckAdapterResponse]  # type: ignore[assignment]
     """Checks the folder of an adapter without loading it: whether this worker can apply it, and its digest. A worker
     checks one folder at a time.
+    """
+    Look: _aio.UnaryUnaryMultiCallable[_worker_pb2.LookRequest, _worker_pb2.LookResponse]  # type: ignore[assignment]
+    """Decodes images and returns what takes their places in prompts. The worker keeps the pixels for a while, for the
+    prompts that follow.
     """
 
 class WorkerCallsServicer(metaclass=_abc_1.ABCMeta):
@@ -71,6 +79,16 @@ class WorkerCallsServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.CheckAdapterResponse, _abc.Awaitable[_worker_pb2.CheckAdapterResponse]]:
         """Checks the folder of an adapter without loading it: whether this worker can apply it, and its digest. A worker
         checks one folder at a time.
+        """
+
+    @_abc_1.abstractmethod
+    def Look(
+        self,
+        request: _worker_pb2.LookRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.LookResponse, _abc.Awaitable[_worker_pb2.LookResponse]]:
+        """Decodes images and returns what takes their places in prompts. The worker keeps the pixels for a while, for the
+        prompts that follow.
         """
 
 def add_WorkerCallsServicer_to_server(servicer: WorkerCallsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

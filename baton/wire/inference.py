@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton import api
-from baton.chat import ChatMessage, check_num_messages, check_one_end, tool_call
+from baton.chat import ChatMessage, check_num_messages, check_one_end, content_of, tool_call
 from baton.errors import InvalidRequest, Unsupported
+from baton.images import check_image
 from baton.sampling import FinishReason, SamplingParams
 from baton.scores import NO_SCORES, TokenScores
 from baton.structure import StructuredOutputs
@@ -226,11 +227,15 @@ def _chat_message(message: ChatMessage) -> inference_pb2.ChatMessage:
     ]
     return inference_pb2.ChatMessage(
         role=message.role,
-        content=message.content,
+        content="" if message.parts else message.content,
         name=message.name,
         tool_call_id=message.tool_call_id,
         tool_calls=calls,
         reasoning=message.reasoning,
+        parts=[
+            inference_pb2.ContentPart(text=part) if isinstance(part, str) else inference_pb2.ContentPart(image=part)
+            for part in message.parts
+        ],
     )
 
 
@@ -342,9 +347,11 @@ def _tool_choice_from_pb(message: inference_pb2.ChatInput) -> ToolChoice:
 
 
 def _chat_message_from_pb(message: inference_pb2.ChatMessage, index: int) -> ChatMessage:
+    content, parts = _content_from_pb(message, index) if message.parts else (message.content, ())
     read = ChatMessage(
         role=message.role,
-        content=message.content,
+        content=content,
+        parts=parts,
         name=message.name,
         reasoning=message.reasoning if message.HasField("reasoning") else None,
         tool_calls=tuple(
@@ -354,6 +361,23 @@ def _chat_message_from_pb(message: inference_pb2.ChatMessage, index: int) -> Cha
     )
     read.check(index)
     return read
+
+
+def _content_from_pb(message: inference_pb2.ChatMessage, index: int) -> tuple[str, tuple[str | bytes, ...]]:
+    where = f"messages[{index}]"
+    if message.content:
+        raise InvalidRequest(f"{where} has both content and parts; set one of them", f"{where}.parts")
+    parts: list[str | bytes] = []
+    for place, part in enumerate(message.parts):
+        match part.WhichOneof("part"):
+            case "text":
+                parts.append(part.text)
+            case "image":
+                check_image(part.image, f"{where}.parts[{place}].image")
+                parts.append(part.image)
+            case None:
+                raise InvalidRequest(f"{where}.parts[{place}] is empty; set its text or its image", f"{where}.parts")
+    return content_of(parts)
 
 
 def _object_from_json(text: str, name: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from baton import messages as m
 from baton.errors import BatonError, InvalidRequest, TransferRefused, Unsupported
 from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
+from baton.images import MAX_IMAGES, MAX_REQUEST_BYTES
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
 from baton.structure import MAX_GRAMMAR_BYTES, MAX_STRUCTURE_CHOICES
@@ -96,13 +97,15 @@ def start_command(start: m.StartCall) -> worker_pb2.Command:
     command = worker_pb2.Command(call_id=start.call_id, trace=start.trace)
     request: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest | worker_pb2.FetchRequest
     match start.request:
-        case m.PrefillRequest(sequence, ticket, source):
+        case m.PrefillRequest(sequence, ticket, source, images):
             request = command.prefill
+            request.images.extend(images)
             if ticket is not None:
                 request.ticket.CopyFrom(ticket_to_pb(ticket))
-        case m.DecodeRequest(sequence, await_kv, source):
+        case m.DecodeRequest(sequence, await_kv, source, images):
             request = command.decode
             request.await_kv = await_kv
+            request.images.extend(images)
         case m.FetchRequest(sequence, source):
             request = command.fetch
         case None | BatonError():
@@ -170,7 +173,10 @@ def _rest_bytes(message: worker_pb2.Command) -> int:
         return 0
     sequence = getattr(message, which).sequence
     structure_bytes = min(int(sequence.sampling.structured_outputs.ByteSize()), MAX_STRUCTURE_BYTES)
-    return structure_bytes + min(int(sequence.hypotheses.ByteSize()), MAX_HYPOTHESES_BYTES)
+    rest_bytes = structure_bytes + min(int(sequence.hypotheses.ByteSize()), MAX_HYPOTHESES_BYTES)
+    if which != "fetch" and (images := getattr(message, which).images):
+        rest_bytes += min(sum(map(len, images)), MAX_REQUEST_BYTES)
+    return rest_bytes
 
 
 def _call_request(message: worker_pb2.Command) -> m.PrefillRequest | m.DecodeRequest | m.FetchRequest | None:
@@ -178,10 +184,12 @@ def _call_request(message: worker_pb2.Command) -> m.PrefillRequest | m.DecodeReq
         case "prefill":
             prefill = message.prefill
             ticket = ticket_from_pb(prefill.ticket) if prefill.HasField("ticket") else None
-            return m.PrefillRequest(sequence_from_pb(prefill.sequence), ticket, _source_from_pb(prefill))
+            images = _images_from_pb(prefill)
+            return m.PrefillRequest(sequence_from_pb(prefill.sequence), ticket, _source_from_pb(prefill), images)
         case "decode":
             decode = message.decode
-            return m.DecodeRequest(sequence_from_pb(decode.sequence), decode.await_kv, _source_from_pb(decode))
+            images, source = _images_from_pb(decode), _source_from_pb(decode)
+            return m.DecodeRequest(sequence_from_pb(decode.sequence), decode.await_kv, source, images)
         case "fetch":
             fetch = message.fetch
             return m.FetchRequest(sequence_from_pb(fetch.sequence), from_pb(fetch.source, m.PrefixSource))
@@ -190,6 +198,39 @@ def _call_request(message: worker_pb2.Command) -> m.PrefillRequest | m.DecodeReq
 
 def _source_from_pb(message: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest) -> m.PrefixSource | None:
     return from_pb(message.source, m.PrefixSource) if message.HasField("source") else None
+
+
+def _images_from_pb(
+    message: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest | worker_pb2.LookRequest,
+) -> tuple[bytes, ...]:
+    if len(message.images) > MAX_IMAGES:
+        raise InvalidRequest(f"a message has {len(message.images)} images; a worker takes {MAX_IMAGES} at a time")
+    return tuple(message.images)
+
+
+def look_request(images: Iterable[bytes]) -> worker_pb2.LookRequest:
+    """Encode a router's question about images."""
+    return worker_pb2.LookRequest(images=images)
+
+
+def looked_at(message: worker_pb2.LookRequest) -> tuple[bytes, ...]:
+    """Decode a router's question about images.
+
+    Raises:
+        InvalidRequest: they are too many, or too long.
+    """
+    require_short(message, MAX_REQUEST_BYTES + MAX_CONTROL_BYTES, InvalidRequest)
+    return _images_from_pb(message)
+
+
+def look_response(seen: Iterable[m.SeenImage]) -> worker_pb2.LookResponse:
+    """Encode a worker's answer about images."""
+    return worker_pb2.LookResponse(images=(to_pb(each, worker_pb2.SeenImage) for each in seen))
+
+
+def seen_images(message: worker_pb2.LookResponse) -> tuple[m.SeenImage, ...]:
+    """Decode a worker's answer about images."""
+    return tuple(from_pb(each, m.SeenImage) for each in message.images)
 
 
 _EVENTS = Oneof(

@@ -76,13 +76,7 @@ class TransformersRunner(LogitsRunner):
     def __init__(
         self, model: ModelConfig, engine: EngineConfig, set_aside: int = 0, keeps_all: Collection[str] = ()
     ) -> None:
-        if engine.kv_dtype == INT8:
-            raise ConfigError("engine.kv_dtype int8 needs the native step; set float32, bfloat16, fp8 or auto")
-        if engine.max_adapters and model.weights == "fp8":
-            raise ConfigError(
-                f"engine.max_adapters {engine.max_adapters} is not supported with model.weights fp8, whose products "
-                "are computed from rounded inputs; set one of them to its default"
-            )
+        _refuse_settings(model, engine)
         self._set_aside = set_aside
         self.max_adapters = engine.max_adapters
         devices = _devices(model.device, engine.tensor_parallel)
@@ -301,6 +295,17 @@ def _largest_part(number: int, num_tokens: int, end: int, spec: KVSpec, *, is_sc
         history=(0,) * end,
         scores_prompt=is_scored,
     )
+
+
+def _refuse_settings(model: ModelConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError for settings that transformers does not support, or not together."""
+    if engine.kv_dtype == INT8:
+        raise ConfigError("engine.kv_dtype int8 needs the native step; set float32, bfloat16, fp8 or auto")
+    if engine.max_adapters and model.weights == "fp8":
+        raise ConfigError(
+            f"engine.max_adapters {engine.max_adapters} is not supported with model.weights fp8, whose products "
+            "are computed from rounded inputs; set one of them to its default"
+        )
 
 
 def _refuse_for_states(model: ModelConfig, engine: EngineConfig) -> None:

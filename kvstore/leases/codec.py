@@ -55,7 +55,7 @@ MOST: dict[str, float] = {
     **dict.fromkeys(
         ("total", "free", "cached", "in_use", "open_connections", "slots_in_use", "num_unplaced"), MAX_INT32
     ),
-    **dict.fromkeys(("num_ranks", "num_graphs", "num_fused", "max_adapters"), MAX_INT32),
+    **dict.fromkeys(("num_ranks", "num_graphs", "num_fused", "max_adapters", "image_placeholder"), MAX_INT32),
     **dict.fromkeys(("s_overhead", "s_per_token", "s_per_pair"), MAX_COST_S),
     **dict.fromkeys(("s_weights", "s_per_sequence", "s_per_kv_token", "adapter_load_s"), MAX_COST_S),
     "epoch": MAX_EPOCH,

@@ -2,13 +2,14 @@
 
 `tenants` and `validate` refuse requests that are not allowed or invalid. `limiter` refuses requests beyond a tenant's
 share of a full router, and `accounts` those beyond the tenant's own limits, which all routers share. `gate` refuses
-requests whose first token is predicted to come too late.
+requests whose first token is predicted to come too late. `images` bounds the images of requests and their memory.
 """
 
 from router.admission.accounts import Accounts, Charge
 from router.admission.claim import Claim, SloCounts, claim_of
 from router.admission.gate import TTFT_DEADLINE_FACTOR, Gate, QueueEntry
 from router.admission.history import AnswerHistory
+from router.admission.images import ImageMemory
 from router.admission.ledger import Ledger, MemoryLedger, RedisLedger
 from router.admission.limiter import Limiter
 from router.admission.validate import (
@@ -36,6 +37,7 @@ __all__ = [
     "Charge",
     "Claim",
     "Gate",
+    "ImageMemory",
     "Ledger",
     "Limiter",
     "MemoryLedger",

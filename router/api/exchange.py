@@ -138,7 +138,9 @@ async def _received(request: Request) -> tuple[bytes, PartCount]:
 
 def _check_length(num_bytes: int) -> None:
     if num_bytes > MAX_BODY_BYTES:
-        raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes; shorten the prompt")
+        raise HTTPException(
+            413, f"the body is longer than {MAX_BODY_BYTES} bytes; shorten the prompt, or send smaller images"
+        )
 
 
 def _is_json(content_type: str) -> bool:

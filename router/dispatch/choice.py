@@ -22,6 +22,7 @@ from kvstore.leases import Noted
 from router.admission import Claim, QueueEntry
 from router.dispatch.decisions import PlacementDecision
 from router.dispatch.events import EventLog
+from router.dispatch.images import RequestImages
 from router.dispatch.retry import NOTHING, Avoidance, Failure
 from router.dispatch.worker_client import WorkerCallError, WorkerStream
 from router.placement import Job, Placement
@@ -76,6 +77,11 @@ class Choice:
     superseded: list[WorkerStream[Decoding]] = field(default_factory=list)
     """Calls on workers that the choice has migrated from. They outlive their attempt and are cancelled when the choice
     ends."""
+
+    images: RequestImages | None = None
+    """Images of its prompt; None: it has none."""
+    carries_images: bool = False
+    """True if the next attempt carries all images, because a worker lacked them or failed."""
 
     began_s: float = 0.0
     """Start of the latest attempt, on the monotonic clock."""
@@ -175,13 +181,20 @@ class ChoiceGroup:
 
     @staticmethod
     def begin(
-        spec: SequenceSpec, claim: Claim, trace: Context, num_choices: int, noted: Mapping[int, Noted]
+        spec: SequenceSpec,
+        claim: Claim,
+        trace: Context,
+        num_choices: int,
+        noted: Mapping[int, Noted],
+        *,
+        images: RequestImages | None = None,
     ) -> ChoiceGroup:
         """Create the choices of a request.
 
         Args:
             spec: the sequence of the first choice.
             noted: recorded tokens, by index, of the choices that the client continues.
+            images: those of the prompt; None: it has none.
         """
         others = spec
         if spec.sampling.prompt_logprobs is not None:
@@ -195,6 +208,7 @@ class ChoiceGroup:
                 finish_reason=known.finish_reason,
                 sampler=known.sampler,
                 is_continued=index in noted,
+                images=images,
             )
             for index in range(num_choices)
             for known in (noted.get(index, Noted()),)
@@ -255,6 +269,8 @@ class Attempt:
     assignment: Assignment
     job: Job
     entry: QueueEntry
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    """Encoded images for the worker that computes the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

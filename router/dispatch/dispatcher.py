@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from baton.cluster import Role, Worker, with_role
 from baton.config import RouterConfig
-from baton.errors import InvalidRequest, WorkerDraining, WorkerFailed
+from baton.errors import ImagesMissing, InvalidRequest, WorkerDraining, WorkerFailed
 from baton.messages import NewTokens, SequenceSpec
 from baton.tasks import cancel_and_wait
 from baton.telemetry.instruments import Instruments
@@ -260,7 +260,19 @@ class Dispatcher:
             num_prompt_tokens=prompt.num_tokens,
             num_expected_tokens=prompt.num_expected_tokens,
         )
-        return Attempt(choice=choice, spec=spec, assignment=assignment, job=job, entry=entry)
+        images = self._carried(choice, spec, assignment) if choice.images is not None else ()
+        return Attempt(choice=choice, spec=spec, assignment=assignment, job=job, entry=entry, images=images)
+
+    def _carried(self, choice: Choice, spec: SequenceSpec, assignment: Assignment) -> tuple[bytes, ...]:
+        """Return the encoded images that an attempt carries to the worker that computes the prompt."""
+        assert choice.images is not None
+        worker = assignment.prefill or assignment.decode
+        if choice.carries_images:
+            return choice.images.all(worker)
+        if assignment.moves_from is not None:  # the worker has the KV of the whole prompt
+            return ()
+        believed = assignment.hint.num_tokens if assignment.hint is not None else 0
+        return choice.images.lacking(worker, spec, max(believed, assignment.placement.source_tokens))
 
     def _note_placed(self, choice: Choice, spec: SequenceSpec, placement: Placement, *, is_move: bool) -> None:
         now_s, decode_worker = time.monotonic(), placement.decode_worker
@@ -303,6 +315,12 @@ class Dispatcher:
             self._leaves(choice, worker, attempt)
             return
         choice.go_back()
+        has_carried, choice.carries_images = choice.carries_images, choice.images is not None
+        if isinstance(error, ImagesMissing) and choice.images is not None and not has_carried:
+            choice.images.forget(worker)
+            text = f"{worker.info.label} no longer holds the images: placed again with their bytes"
+            choice.events.note(time.monotonic(), EventKind.IMAGES, text, attempt.spec.attempt, worker.info.id)
+            return
         text = failed_text(worker.info, error, len(choice.emitted))
         choice.events.note(time.monotonic(), EventKind.FAILED, text, attempt.spec.attempt, worker.info.id)
         if isinstance(error, WorkerFailed):

@@ -32,6 +32,8 @@ class EventKind(StrEnum):
     TRANSFERRED = "transferred"
     FAILED = "failed"
     """A worker failed or refused the call."""
+    IMAGES = "images"
+    """The worker that computes the prompt needs the bytes of its images."""
     LEAVING = "leaving"
     """A worker leaves its role before it has computed anything of the choice."""
     MOVED = "moved"

@@ -237,7 +237,9 @@ class Exchange:
     async def _begin_aggregated(self, attempt: Attempt, held: _Held) -> _Begun | WorkerLeaving:
         worker, source = attempt.assignment.decode, attempt.assignment.source
         stream = held.call(
-            self._client.decode(worker, attempt.spec, await_kv=False, source=source, trace=attempt.choice.trace)
+            self._client.decode(
+                worker, attempt.spec, await_kv=False, source=source, images=attempt.images, trace=attempt.choice.trace
+            )
         )
         async with self._waits.wait_for_first_token(attempt):
             with self._waits.wait_for_room(attempt.entry, attempt.job.compute_s):
@@ -265,7 +267,14 @@ class Exchange:
             ticket = replace(ticket, kv_address=assignment.decode.info.address)
             self._reports.room(attempt)
             prefill = held.call(
-                self._client.prefill(assignment.prefill, attempt.spec, ticket, source=assignment.source, trace=trace)
+                self._client.prefill(
+                    assignment.prefill,
+                    attempt.spec,
+                    ticket,
+                    source=assignment.source,
+                    images=attempt.images,
+                    trace=trace,
+                )
             )
             # In a migration the prefill worker is the one that leaves, and the old call decodes on it. The new call
             # started first, so that worker is never without a call, and cannot exit before it has sent the KV.

@@ -15,7 +15,16 @@ from baton.errors import NoWorker, Overloaded, Unsupported
 from baton.messages import PrefixSource, SequenceSpec
 from baton.trust import PERMIT_S, KeyFile, Party, Permit, keys_digest
 from router.dispatch.choice import Assignment, Choice
-from router.placement import NO_LOADS, Candidate, Mode, Placement, Prediction, PriceFit, Prompt, place
+from router.placement import (
+    NO_LOADS,
+    Candidate,
+    Mode,
+    Placement,
+    Prediction,
+    PriceFit,
+    Prompt,
+    place,
+)
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
 
@@ -63,7 +72,7 @@ class WorkerSelector:
         while True:
             self._check_sampler(choice)
             unfit = self.pools.unfit(spec)
-            excluded = avoid.refused | unfit.keys() | self.pools.too_short(spec)
+            excluded = avoid.refused | unfit.keys() | self.pools.unable(spec)
             if spec.adapter is not None:
                 excluded |= self.pools.without_adapters
             decide = self._decider(choice, spec, avoid.no_sources)
@@ -84,7 +93,7 @@ class WorkerSelector:
         Returns:
             None if there is no such worker, it has died, leaves its role, or cannot serve the sequence.
         """
-        excluded = choice.avoid.refused | self.pools.unfit(spec).keys() | self.pools.too_short(spec)
+        excluded = choice.avoid.refused | self.pools.unfit(spec).keys() | self.pools.unable(spec)
         if spec.adapter is not None:
             excluded |= self.pools.without_adapters
         candidates = self.pools.candidates(prompt, (-choice.claim.priority, False), excluded)
@@ -101,7 +110,7 @@ class WorkerSelector:
         self, choice: Choice, spec: SequenceSpec, excluded: Collection[str]
     ) -> tuple[Placement, Prompt] | None:
         """Return the decode worker to which a choice migrates; None: no suitable worker has room for it now."""
-        excluded = {*excluded, *self.pools.unfit(spec), *self.pools.too_short(spec)}
+        excluded = {*excluded, *self.pools.unfit(spec), *self.pools.unable(spec)}
         if spec.adapter is not None:
             excluded |= self.pools.without_adapters
         with_room = self.pools.with_room(len(spec.token_ids), excluded)
@@ -153,6 +162,7 @@ class WorkerSelector:
             pull_above_tokens=self._config.pull_above_tokens,
             not_from=no_sources,
             loads_s=NO_LOADS if spec.adapter is None else self.pools.loads_s(spec.adapter),
+            images=choice.images.costs(spec) if choice.images else None,
         )
         if not choice.is_drawn:
             return decide

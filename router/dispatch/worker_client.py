@@ -30,6 +30,7 @@ from baton.messages import (
     NewTokens,
     PrefillRequest,
     PrefixSource,
+    SeenImage,
     SequenceSpec,
     Ticket,
     Transferred,
@@ -47,6 +48,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 
 E = TypeVar("E")
 LOG_TIMEOUT_S = 5.0
+LOOK_TIMEOUT_S = 60.0
 MAX_JOINED = 32
 """Maximum number of token messages that are joined into one. Detokenizing it must not block the event loop for long."""
 
@@ -177,7 +179,7 @@ class _Link:
         if lacking and (unknown := lacking & wire.fields_in(command)):
             sentence = f"{worker.info.label} is of an older release and does not know {wire.named(unknown)}"
             raise WorkerCallError(worker, Unsupported(sentence))
-        self._outbox.put(command)
+        self._outbox.put(command, fills_frame=bool(getattr(request, "images", ())))
         call = self._calls[call_id] = WorkerStream(worker, lambda: self._leave(call_id))
         return call
 
@@ -260,19 +262,41 @@ class WorkerClient:
         *,
         await_kv: bool,
         source: PrefixSource | None = None,
+        images: tuple[bytes, ...] = (),
         trace: Context,
     ) -> WorkerStream[Decoding]:
-        return self._link(worker).start(worker, DecodeRequest(spec, await_kv, source), trace)
+        return self._link(worker).start(worker, DecodeRequest(spec, await_kv, source, images), trace)
 
     def prefill(
-        self, worker: Worker, spec: SequenceSpec, ticket: Ticket, *, source: PrefixSource | None, trace: Context
+        self,
+        worker: Worker,
+        spec: SequenceSpec,
+        ticket: Ticket,
+        *,
+        source: PrefixSource | None,
+        images: tuple[bytes, ...] = (),
+        trace: Context,
     ) -> WorkerStream[FirstToken | Transferred]:
-        return self._link(worker).start(worker, PrefillRequest(spec, ticket, source), trace)
+        return self._link(worker).start(worker, PrefillRequest(spec, ticket, source, images), trace)
 
     def fetch(
         self, worker: Worker, spec: SequenceSpec, source: PrefixSource, *, trace: Context
     ) -> WorkerStream[Fetched]:
         return self._link(worker).start(worker, FetchRequest(spec, source), trace)
+
+    async def look(self, worker: Worker, images: Sequence[bytes]) -> tuple[SeenImage, ...]:
+        """Return what a worker sees of images, whose pixels it then keeps for a while.
+
+        Raises:
+            WorkerCallError: the worker refuses an image, fails, or does not answer within `LOOK_TIMEOUT_S`.
+        """
+        proof = member_metadata(self._keys, "/baton.v1.WorkerCalls/Look", worker.info.incarnation)
+        stub: Any = worker_pb2_grpc.WorkerCallsStub(self._channel(worker))
+        try:
+            answer = await stub.Look(wire.look_request(images), metadata=proof, timeout=LOOK_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise WorkerCallError(worker, _why(error, worker.info.label)) from error
+        return wire.seen_images(answer)
 
     async def read_log(self, worker: Worker, max_lines: int) -> tuple[str, ...]:
         """Return the latest lines of a worker's log.

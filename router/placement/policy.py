@@ -17,8 +17,9 @@ prompt to a single worker.
 
 A prompt that is computed on another worker than its owner, with or without a pull, takes room in a second cache, which
 later prompts lack. This costs the request itself nothing, so it is an extra penalty for each token that the chosen
-worker lacks and another one holds. Rendezvous hashing of the prompt's first blocks breaks ties, so a session tends to
-stay on the same workers even if no cached prefix is known.
+worker lacks and another one holds. A worker that must compute images which another one has decoded needs their bytes
+and the time to decode them, which is added too. Rendezvous hashing of the prompt's first blocks breaks ties, so a
+session tends to stay on the same workers even if no cached prefix is known.
 
 A worker that does not hold the request's adapter loads it first. A decode worker does so before it reserves room, so in
 disaggregated mode both times count.
@@ -60,6 +61,17 @@ class Mode(StrEnum):
     """A prefill worker computes the prompt and transfers its KV to a decode worker."""
     AGGREGATED = "aggregated"
     """The decode worker computes the prompt itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageCosts:
+    """Costs of a prompt's images on workers that have to get and to decode them, in seconds."""
+
+    total_s: float
+    saved_s: Mapping[str, float]
+    """Worker -> the part of the costs for the images whose pixels it holds."""
+    end: int
+    """End of the last image. A worker that caches so many tokens needs no image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +215,7 @@ def place(
     pull_above_tokens: int = 64,
     not_from: Collection[str] = (),
     loads_s: Mapping[str, float] = NO_LOADS,
+    images: ImageCosts | None = None,
 ) -> Placement | None:
     """Choose the workers of a request, and the source of its prefix.
 
@@ -212,12 +225,15 @@ def place(
             (1 or more).
         not_from: ids of workers that must not be a source.
         loads_s: workers that would have to load the request's adapter, with the time for it in seconds.
+        images: costs of the prompt's images; None: it has none.
 
     Returns:
         The placement; None: no candidate fits the mode.
     """
     if len(candidates) > LARGE_POOL:
+        holders = [c for c in candidates if c.worker_id in images.saved_s] if images is not None else []
         candidates = _shortlist(candidates, _session_of(prompt), loads_s)
+        candidates += [candidate for candidate in holders if candidate not in candidates]
     costs = _Costs(
         prompt,
         candidates,
@@ -226,6 +242,7 @@ def place(
         prices=prices,
         pull_above_tokens=pull_above_tokens,
         not_from=not_from,
+        images=images,
     )
     pools = {role: [c for c in candidates if c.role is role and c.takes_work] for role in Role}
     decodes = costs.on_decode(pools[Role.DECODE])
@@ -321,8 +338,10 @@ class _Costs:
         prices: Prices,
         pull_above_tokens: int,
         not_from: Collection[str],
+        images: ImageCosts | None = None,
     ) -> None:
         self._prompt = prompt
+        self._images = images
         self._itl_s = objective.itl_s
         self._weights = weights
         self._prices = prices
@@ -352,6 +371,10 @@ class _Costs:
             compute_s = costs.prefill_s(num_tokens, held + num_pulled, c.chunk_tokens)
             first_s = wait_s + pull_s + compute_s + extra_s
             found.append(Terms(c.worker_id, c.role, held, c.recent_s, wait_s, num_pulled, pull_s, compute_s, first_s))
+        if (images := self._images) is not None:
+            for terms in found:
+                if terms.num_cached_tokens + terms.num_pulled < images.end:
+                    terms.first_s += max(0.0, images.total_s - images.saved_s.get(terms.worker_id, 0.0))
         return found
 
     def on_decode(self, pool: Sequence[Candidate]) -> list[Terms]:

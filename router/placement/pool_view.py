@@ -76,6 +76,9 @@ class PoolView:
         """Worker, epoch and digest of an adapter that a request of this router makes it load -> time until which it is
         believed to hold it although its lease does not list it."""
         self._samplers: tuple[str, ...] = ()
+        self._blind: frozenset[str] = frozenset()
+        """Workers that take no images."""
+        self._image_placeholder: int | None = None
         self._residence = Residence()
         self._suspects: dict[tuple[str, int], float] = {}
         self._leaving: dict[tuple[str, int, Role], float] = {}
@@ -114,6 +117,8 @@ class PoolView:
         self._lacking = {worker_id: fields for worker_id, fields in lacking.items() if fields}
         self._without_adapters = frozenset(info.id for info in infos if not info.max_adapters)
         self._samplers = tuple(sorted({info.sampler for info in infos}))
+        self._blind = frozenset(info.id for info in infos if not info.takes_images)
+        self._image_placeholder = next((info.image_placeholder for info in infos if info.takes_images), None)
         usual = {role: typical([w.load.costs for w in self._workers.values() if w.info.role is role]) for role in Role}
         known = self._loads
         # Keep the jobs of a worker whose lease is missing once: it must not look idle when the lease is back.
@@ -207,6 +212,11 @@ class PoolView:
         """Names of the workers' samplers; an empty name stands for workers that do not report theirs."""
         return self._samplers
 
+    @property
+    def image_placeholder(self) -> int | None:
+        """Token that stands for an image in a rendered chat; None: no worker takes images."""
+        return self._image_placeholder
+
     def alike(self, candidates: Sequence[Candidate], only: str | None = None) -> list[Sequence[Candidate]]:
         """Group the candidates by sampler, because only workers of one sampler may share an answer that is drawn.
 
@@ -220,10 +230,14 @@ class PoolView:
             return [candidates]
         return [[c for c in candidates if self._workers[c.worker_id].info.sampler == name] for name in names]
 
-    def too_short(self, spec: SequenceSpec) -> set[str]:
-        """Return the workers that cannot hold the sequence with its answer, although `max_model_len` allows it."""
+    def unable(self, spec: SequenceSpec) -> set[str]:
+        """Return the workers that cannot serve a sequence.
+
+        They cannot hold it with its answer, although `max_model_len` allows it, or do not take its images.
+        """
         num_tokens = spec.num_prompt_tokens + spec.max_tokens
-        return {worker_id for worker_id, length in self._short.items() if length < num_tokens}
+        short = {worker_id for worker_id, length in self._short.items() if length < num_tokens}
+        return short | self._blind if spec.images else short
 
     def with_room(self, num_tokens: int, excluded: Collection[str]) -> set[str]:
         """Return the decode workers that have room for `num_tokens` without a prefix hit, as far as is known."""

@@ -44,6 +44,8 @@ _OF_SYSTEM = "<|/tool|>"
 _OBSERVED = "<|observation|>"
 """Occurs in templates that render results of calls as observations (GLM 4)."""
 _KNOWN_WORDS = ("developer", "tool_calls", _OF_SYSTEM, _OBSERVED)
+_PARTS = "\0parts"
+"""Member of a message that holds its texts and images until its content becomes a list; no template sees it."""
 RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 """Variables of a template that other fields of the request set."""
 
@@ -69,6 +71,8 @@ class ChatTemplate:
             """Names of object members that the templates may read."""
         except STOPS as error:
             raise ModelLoadError(f"the model's chat template is not valid: {stop_of(error)}") from error
+        self._takes_lists = {name: _takes_lists(tree) for name, tree in trees.items()}
+        """Whether a template takes the content of each message as a list of parts only, by template name."""
         self._known_words = {
             name: frozenset(word for word in _KNOWN_WORDS if word in source) for name, source in templates.items()
         }
@@ -165,16 +169,26 @@ class ChatTemplate:
         if has_calls and "tool_calls" not in known:
             by_mark = {_OBSERVED: with_observations, _OF_SYSTEM: with_functools}
             write_calls = next((by_mark[mark] for mark in by_mark if mark in known), with_calls_as_text)
+            if write_calls is with_calls_as_text and any(m.parts for m in chat.messages if m.role == "tool"):
+                raise InvalidRequest(
+                    "the model's chat template has no place for an image in a tool's result; send it as the user's",
+                    "messages",
+                )
             messages = write_calls(messages)
         if chat.tools and not is_read:
             write_tools = with_tools_of_system if _OF_SYSTEM in known else with_tools
             messages = write_tools(messages, chat.tools)
         if chat.continue_final_message:
+            if chat.messages[-1].parts:
+                raise InvalidRequest("continue_final_message cannot continue a message with images", "messages")
             if not chat.messages[-1].content:
                 raise InvalidRequest(
                     "continue_final_message needs content in the last message; it has none", "continue_final_message"
                 )
             messages[-1]["content"] += CONTINUES
+        takes_lists = self._takes_lists[name]
+        if takes_lists or any(message.parts for message in chat.messages):
+            messages = [_in_parts(message, takes_lists=takes_lists) for message in messages]
         return {
             **chat.template_kwargs,
             "messages": messages,
@@ -260,7 +274,53 @@ def _for_template(message: ChatMessage, index: int, *, knows_developer: bool) ->
         plain["tool_call_id"] = message.tool_call_id
     if message.reasoning is not None:
         plain |= {"thinking": message.reasoning, "reasoning_content": message.reasoning}
+    if message.parts:
+        plain[_PARTS] = message.parts
     return plain
+
+
+def _in_parts(message: Mapping[str, Any], *, takes_lists: bool) -> dict[str, Any]:
+    """Return a message with its content as a list, as transformers' processors give it to templates.
+
+    Args:
+        takes_lists: the content of a message without images becomes a list, too.
+    """
+    plain = dict(message)
+    parts = plain.pop(_PARTS, (plain["content"],) if takes_lists else ())
+    if parts:
+        plain["content"] = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts]
+    return plain
+
+
+def _takes_lists(tree: jinja2.nodes.Template) -> bool:
+    """Return whether a template loops over the parts of each content, without a case for a content that is a text.
+
+    Such a template would render no text, or one character at a time.
+    """
+    nodes = jinja2.nodes
+    contents = {
+        node.target.name
+        for node in tree.find_all(nodes.Assign)
+        if isinstance(node.target, nodes.Name) and _is_content(node.node)
+    }
+
+    def is_content(node: jinja2.nodes.Node | None) -> bool:
+        while isinstance(node, nodes.Filter):
+            node = node.node
+        return _is_content(node) or (isinstance(node, nodes.Name) and node.name in contents)
+
+    if not any(is_content(loop.iter) for loop in tree.find_all(nodes.For)):
+        return False
+    return not any(test.name == "string" and is_content(test.node) for test in tree.find_all(nodes.Test))
+
+
+def _is_content(node: jinja2.nodes.Node | None) -> bool:
+    match node:
+        case jinja2.nodes.Getattr(attr="content"):
+            return True
+        case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
+            return True
+    return False
 
 
 def _words(tree: jinja2.nodes.Template) -> Iterator[str]:

@@ -41,8 +41,8 @@ ANCHOR, STRIPS_RIGHT, STRIPS_LEFT = (f"\U0001fffe{secrets.token_hex(16)}" for _ 
 or end of a text. They are random, so no client can guess one."""
 
 
-_TYPES = frozenset(("function", "object", "array", "string", "number", "integer", "boolean", "null"))
-"""Keywords of tools and schemas that templates compare with."""
+_TYPES = frozenset(("function", "object", "array", "string", "number", "integer", "boolean", "null", "text", "image"))
+"""Keywords of tools, schemas and parts of messages that templates compare with."""
 _INSERTED = re.compile(r"%[-\d.]*[a-z]|\{[^{}]*\}")
 """Placeholders of string formatting."""
 
@@ -53,14 +53,21 @@ class LiteralEncoder:
     Args:
         words: the string literals of the model's chat templates.
         names: the names of object members that the templates read; these are not the client's text.
+        also: token ids that count as special although the tokenizer does not say so: the placeholder of images.
     """
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, words: Collection[str] = (), names: Collection[str] = ()
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        words: Collection[str] = (),
+        names: Collection[str] = (),
+        also: Collection[int] = (),
     ) -> None:
         tokens = tokenizer.get_added_tokens_decoder()
-        self._special = {token.content: (token_id, token) for token_id, token in tokens.items() if token.special}
-        self._literal = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+        self._special = {
+            token.content: (token_id, token) for token_id, token in tokens.items() if token.special or token_id in also
+        }
+        self._literal = tokenizers.Tokenizer.from_str(_with_special(tokenizer, also))
         self._literal.encode_special_tokens = True
         self._literal.add_tokens(
             [
@@ -300,6 +307,17 @@ def _is_word(key: str, value: Any, names: Collection[str]) -> bool:
     if not isinstance(value, str):
         return False
     return value in ROLES if key == "role" else key == "type" and value in _TYPES and value in names
+
+
+def _with_special(tokenizer: tokenizers.Tokenizer, also: Collection[int]) -> str:
+    """Return a tokenizer as JSON in which these added tokens are special, too."""
+    tokens = tokenizer.get_added_tokens_decoder()
+    if all(tokens[token_id].special for token_id in also if token_id in tokens):
+        return tokenizer.to_str()
+    written = json.loads(tokenizer.to_str())
+    for token in written["added_tokens"]:
+        token["special"] |= token["id"] in also
+    return json.dumps(written)
 
 
 def _code(mark: str) -> str:

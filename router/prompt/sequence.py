@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 from baton.api import Chat, PromptInput, Text, TokenIds, Truncation, TruncationSide
 from baton.blocks import cache_seed
 from baton.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
-from baton.messages import ROUTERS_SAMPLING, Adapter, SequenceSpec
+from baton.messages import ROUTERS_SAMPLING, SequenceSpec
 from baton.sampling import SamplingParams
 from baton.sandbox import ReplyKind
 from baton.tasks import seen_through
@@ -253,13 +253,11 @@ class SequenceBuilder:
         prompt_ids: tuple[int, ...],
         params: SamplingParams,
         tenant: Tenant,
-        adapter: Adapter | None = None,
     ) -> SequenceSpec:
         """Return the sequence of a request's first choice.
 
         Args:
             params: with token ids in place of texts (`in_tokens`).
-            adapter: the adapter that answers; None: the model itself.
         """
         sampling = _for_workers(params, self._vocab_size)
         if sampling.seed is None:
@@ -271,7 +269,6 @@ class SequenceBuilder:
             num_prompt_tokens=len(prompt_ids),
             sampling=sampling,
             cache_seed=self._cache_seed(tenant),
-            adapter=adapter,
         )
 
     def _cache_seed(self, tenant: Tenant) -> bytes:

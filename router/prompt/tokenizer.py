@@ -26,6 +26,7 @@ from router.prompt.token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+IMAGE_TOKEN_NAMES = ("image_token_id", "image_token_index")
 RECOMMENDED_SAMPLING = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -115,7 +116,7 @@ class Tokenizer:
             _is_byte_level='"ByteLevel"' in tokenizer.decoder.__getstate__().decode() if tokenizer.decoder else False,
             _tokenizer=tokenizer,
             _segments=SegmentEncoder(tokenizer),
-            _literal=_literal_encoder(tokenizer, template),
+            _literal=_literal_encoder(tokenizer, template, _image_tokens(config)),
             _texts=TokenTexts(functools.partial(tokenizer.decode_batch, skip_special_tokens=False)),
         )
 
@@ -204,9 +205,16 @@ class Tokenizer:
         return self._tokenizer.id_to_token(token_id) or ""
 
 
-def _literal_encoder(tokenizer: tokenizers.Tokenizer, template: ChatTemplate) -> LiteralEncoder:
+def _image_tokens(config: Mapping[str, Any]) -> frozenset[int]:
+    """Return the placeholders of images in a model's config.json."""
+    return frozenset(value for name in IMAGE_TOKEN_NAMES if type(value := config.get(name)) is int)
+
+
+def _literal_encoder(
+    tokenizer: tokenizers.Tokenizer, template: ChatTemplate, image_tokens: Collection[int]
+) -> LiteralEncoder:
     try:
-        return LiteralEncoder(tokenizer, template.words, template.names)
+        return LiteralEncoder(tokenizer, template.words, template.names, image_tokens)
     except BaseException as error:  # copying the tokenizer and normalizing texts may panic in Rust
         raise ModelLoadError(f"the model's tokenizer cannot be used: {complaint_of(error)}") from error
 

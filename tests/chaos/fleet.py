@@ -54,7 +54,7 @@ from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
 from deploy.processes import FENCED, tied
 from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
-from engine.testing import ArithmeticRunner
+from engine.testing import ArithmeticRunner, image_placeholder_of
 from tests.integration.cluster import Served, free_port
 from tests.support.asking import exposition
 from tests.support.members import control, leased, secret_file
@@ -429,6 +429,7 @@ async def _serve(role: Role, worker_id: str, config: Config, progress: Progress)
             token_s=config.testing.token_ms / 1e3,
             tokenizer=Path(config.model.path) / "tokenizer.json",
             max_adapters=config.engine.max_adapters,
+            image_placeholder=image_placeholder_of(Path(config.model.path)),
         )
         runner.progress = progress
         return runner

@@ -14,7 +14,9 @@ from router.api.unions import ByType, OrText
 
 CACHED = WithoutEffect("the prefix cache works automatically, across all requests")
 NO_TOOLSETS = Refusal("the cluster has no built-in tools")
-NO_FILES = "the model reads text only"
+NO_FILES = "prompts hold texts and images only"
+NO_IMAGES = "only the user and tools send images"
+NO_URLS = "the router fetches nothing; send the image itself, with a source of type base64"
 NO_SERVER_TOOLS = "the cluster has no built-in tools"
 REFUSED_BLOCKS: Mapping[str, str] = {
     "advisor_tool_result": NO_SERVER_TOOLS,
@@ -25,7 +27,6 @@ REFUSED_BLOCKS: Mapping[str, str] = {
     "container_upload": NO_SERVER_TOOLS,
     "document": NO_FILES,
     "fallback": "the cluster serves one model",
-    "image": NO_FILES,
     "mcp_tool_listing": NO_SERVER_TOOLS,
     "mcp_tool_result": NO_SERVER_TOOLS,
     "mcp_tool_use": NO_SERVER_TOOLS,
@@ -40,6 +41,10 @@ REFUSED_BLOCKS: Mapping[str, str] = {
     "web_search_tool_result": NO_SERVER_TOOLS,
 }
 """Types of blocks that are refused by name -> why."""
+REFUSED_BESIDE_TEXT: Mapping[str, str] = {**REFUSED_BLOCKS, "image": NO_IMAGES}
+"""Types of blocks that are refused by name in messages without images -> why."""
+REFUSED_SOURCES: Mapping[str, str] = {"url": NO_URLS, "file": NO_URLS}
+"""Types of images' sources that are refused by name -> why."""
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
@@ -54,6 +59,23 @@ class TextBlock(StrictBody):
     text: str
     cache_control: CacheControl = None
     citations: Annotated[Any, WithoutEffect("the prompt contains the text only")] = None
+
+
+class Base64Source(StrictBody):
+    """Image in the request itself."""
+
+    type: Literal["base64"]
+    media_type: str
+    data: str = Field(repr=False)
+
+
+class ImageBlock(StrictBody):
+    """Image."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source, ByType(refused=REFUSED_SOURCES)]
+    cache_control: CacheControl = None
+    transformations: Annotated[Any, Refusal("the model's own image processor decides")] = None
 
 
 class ThinkingBlock(StrictBody):
@@ -84,8 +106,9 @@ class ToolUseBlock(StrictBody):
     toolset_name: Annotated[Any, NO_TOOLSETS] = None
 
 
-OnlyText = Annotated[TextBlock, ByType(refused=REFUSED_BLOCKS)]
+OnlyText = Annotated[TextBlock, ByType(refused=REFUSED_BESIDE_TEXT)]
 Texts = Annotated[str | Listed[OnlyText], OrText()]
+ResultBlock = Annotated[TextBlock | ImageBlock, ByType(refused=REFUSED_BLOCKS)]
 
 
 class ToolResultBlock(StrictBody):
@@ -93,20 +116,20 @@ class ToolResultBlock(StrictBody):
 
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: Texts | None = None
+    content: Annotated[str | Listed[ResultBlock], OrText()] | None = None
     is_error: bool | None = None
     cache_control: CacheControl = None
     toolset_name: Annotated[Any, NO_TOOLSETS] = None
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, ByType(refused=REFUSED_BLOCKS)]
+UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, ByType(refused=REFUSED_BLOCKS)]
 AssistantBlock = Annotated[
-    TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock, ByType(refused=REFUSED_BLOCKS)
+    TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock, ByType(refused=REFUSED_BESIDE_TEXT)
 ]
 
 
 class UserMessage(StrictBody):
-    """Message of the user: texts, and results of tool calls."""
+    """Message of the user: texts, images, and results of tool calls."""
 
     role: Literal["user"]
     content: Annotated[str | Listed[UserBlock], OrText()]

@@ -8,11 +8,13 @@ from itertools import groupby
 from typing import Any
 
 from baton.api import Chat
-from baton.chat import ChatMessage, tool_call
+from baton.chat import ChatMessage, content_of, tool_call
 from baton.errors import InvalidRequest
+from baton.images import image_in_base64
 from baton.nesting import check_levels
 from baton.tools import ANY_TOOL, Tool, ToolChoice, ToolUse
 from router.api.anthropic.blocks import (
+    ImageBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -46,7 +48,8 @@ def chat_of(body: CountTokensBody, template: ChatTemplate, ignored: Ignored) -> 
 
     Raises:
         InvalidRequest: a tool result has no call before it, a last call has no result, or a call's input is nested too
-            deeply; `param` names the field.
+            deeply, or an image is not valid; `param` names the field.
+        Unsupported: an image has a media type that is not supported.
     """
     messages = [ChatMessage(role="system", content=_text(body.system))] if body.system else []
     places = list(enumerate(body.messages))
@@ -100,32 +103,48 @@ def _assistants(turn: Sequence[tuple[int, Any]], known_calls: set[str]) -> ChatM
 
 
 def _users(turn: Sequence[tuple[int, Any]], known_calls: set[str]) -> list[ChatMessage]:
-    """Return the messages of a user's turn: consecutive texts are one message, and each tool result is one."""
+    """Return the messages of a user's turn: consecutive texts and images are one, and each tool result is one."""
     messages: list[ChatMessage] = []
-    texts: list[str] = []
-    """Texts of the current message."""
+    parts: list[str | bytes] = []
+    """Texts and images of the current message."""
     for place, message in turn:
         content = message.content
         blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
         for index, block in enumerate(blocks):
+            where = f"messages[{place}].content[{index}]"
             match block:
                 case ToolResultBlock():
                     if block.tool_use_id not in known_calls:
-                        where = f"messages[{place}].content[{index}].tool_use_id"
+                        where += ".tool_use_id"
                         raise InvalidRequest(f"{where} does not match a tool call of an earlier message", where)
-                    messages += _user(texts)
-                    texts = []
-                    written = f"{ERROR if block.is_error else ''}{_text(block.content)}"
-                    messages.append(ChatMessage(role="tool", content=written, tool_call_id=block.tool_use_id))
-                case TextBlock(text=text):
-                    texts.append(text)
-    messages += _user(texts)
+                    messages += _user(parts)
+                    parts = []
+                    messages.append(_result(block, where))
+                case TextBlock() | ImageBlock():
+                    parts.append(_part(block, where))
+    messages += _user(parts)
     return messages or [ChatMessage(role="user", content="")]
 
 
-def _user(texts: Sequence[str]) -> list[ChatMessage]:
-    """Return a user message of consecutive texts; empty if there are none."""
-    return [ChatMessage(role="user", content="\n".join(texts))] if texts else []
+def _result(block: ToolResultBlock, where: str) -> ChatMessage:
+    given = block.content or ""
+    blocks = [TextBlock(type="text", text=given)] if isinstance(given, str) else given
+    text, parts = content_of([_part(each, f"{where}.content[{index}]") for index, each in enumerate(blocks)])
+    if block.is_error:
+        text, parts = ERROR + text, (ERROR, *parts) if parts else ()
+    return ChatMessage(role="tool", content=text, parts=parts, tool_call_id=block.tool_use_id)
+
+
+def _part(block: TextBlock | ImageBlock, where: str) -> str | bytes:
+    if isinstance(block, TextBlock):
+        return block.text
+    return image_in_base64(block.source.data, block.source.media_type, f"{where}.source")
+
+
+def _user(given: Sequence[str | bytes]) -> list[ChatMessage]:
+    """Return a user message of consecutive texts and images; empty if there are none."""
+    text, parts = content_of(given)
+    return [ChatMessage(role="user", content=text, parts=parts)] if given else []
 
 
 def _systems(message: Any) -> ChatMessage:

@@ -11,6 +11,7 @@ from typing import Any
 
 ALLOWED = "allowed_tools"
 _TEXTS = ("input_text", "output_text")
+_IMAGES = ("image_url", "input_image")
 _THOUGHTS = ("thinking", "reasoning")
 _OF_FUNCTION = ("name", "description", "parameters", "strict")
 
@@ -55,6 +56,9 @@ def _parts_in_form(message: dict[str, Any], parts: list[Any], *, is_assistant: b
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in _TEXTS or (isinstance(part, dict) and kind is None and "text" in part):
             part["type"] = "text"
+        elif kind in _IMAGES and isinstance(part.get("image_url"), str):
+            detail = {"detail": part.pop("detail")} if "detail" in part else {}
+            part |= {"type": "image_url", "image_url": {"url": part["image_url"], **detail}}
         elif is_assistant and kind == "refusal":
             part |= {"type": "text", "text": part.pop("refusal", None)}
         elif is_assistant and kind in _THOUGHTS and (thought := _thought(part)) is not None:

@@ -9,7 +9,8 @@ from baton.chat import FIELDS, NEUTRAL_FIELDS
 from router.api.ignored import Ignored, is_empty
 
 _MESSAGE = frozenset((*FIELDS, *NEUTRAL_FIELDS))
-_PART = frozenset(("type", "text"))
+_PART = frozenset(("type", "text", "image_url"))
+_IMAGE = frozenset(("url",))
 _CALL = frozenset(("id", "type", "index", "function"))
 _CALLED = frozenset(("name", "arguments"))
 _TOOL = frozenset(("type", "function"))
@@ -30,6 +31,11 @@ def strip_messages(messages: Iterable[Any], ignored: Ignored) -> None:
             message["content"] = ""
         for part in content if isinstance(content, list) else ():
             _strip(part, _PART, ignored)
+            if isinstance(part, dict) and isinstance(image := part.get("image_url"), dict):
+                if isinstance(image.get("detail"), str):
+                    ignored.note("detail")  # the model's own image processor decides
+                    del image["detail"]
+                _strip(image, _IMAGE, ignored)
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
             _strip(call, _CALL, ignored)

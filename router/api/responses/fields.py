@@ -37,7 +37,7 @@ REFUSED: Mapping[str, Refusal] = {
     **_REFUSED_OF_BOTH,
     "access_programs": Refusal("there are no access programs"),
     "background": Refusal("answers are not stored, so a client could not fetch one later", (False,)),
-    "image": Refusal("prompts are text only"),
+    "image": Refusal("answers are text; send images as items of type input_image"),
     "moderation": Refusal("the operator decides (docs/moderation.md)"),
     "prompt": Refusal("prompt templates are not stored; send the prompt as input"),
     "top_logprobs": Refusal("use /v1/chat/completions for log probabilities", (0,)),

@@ -20,9 +20,8 @@ _ItemStatus = Annotated[Literal["in_progress", "completed", "incomplete"] | None
 _CALLERS = Refusal("only the model itself calls functions", ({"type": "direct"},))
 
 REFUSED_PARTS: Mapping[str, str] = {
-    "input_image": "prompts are text only",
-    "input_file": "prompts are text only",
-    "input_audio": "prompts are text only",
+    "input_file": "prompts hold texts and images only",
+    "input_audio": "prompts hold texts and images only",
 }
 """Parts of a message or of a tool's result that are refused -> why."""
 
@@ -32,6 +31,17 @@ class InputTextPart(StrictBody):
 
     type: Literal["input_text", "text"]
     text: str
+    prompt_cache_breakpoint: Annotated[dict[str, Any] | None, _BREAKPOINT] = None
+
+
+class InputImagePart(StrictBody):
+    """Image of the client."""
+
+    type: Literal["input_image"]
+    image_url: str | None = Field(default=None, repr=False)
+    """Data URL."""
+    file_id: Annotated[Any, Refusal("files are not stored; send a data URL")] = None
+    detail: Annotated[str | None, WithoutEffect("the model's own image processor decides")] = None
     prompt_cache_breakpoint: Annotated[dict[str, Any] | None, _BREAKPOINT] = None
 
 
@@ -65,8 +75,8 @@ class SummaryTextPart(StrictBody):
     text: str
 
 
-_MessagePart = Annotated[InputTextPart | OutputTextPart | RefusalPart, ByType(refused=REFUSED_PARTS)]
-_OutputPart = Annotated[InputTextPart | OutputTextPart, ByType(refused=REFUSED_PARTS)]
+_MessagePart = Annotated[InputTextPart | InputImagePart | OutputTextPart | RefusalPart, ByType(refused=REFUSED_PARTS)]
+_OutputPart = Annotated[InputTextPart | InputImagePart | OutputTextPart, ByType(refused=REFUSED_PARTS)]
 
 
 class MessageItem(StrictBody):

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.api import Chat
-from baton.chat import ChatMessage, tool_call
+from baton.chat import WITH_IMAGES, ChatMessage, content_of, tool_call
 from baton.errors import InvalidRequest
+from baton.images import image_in_url
 from router.api.efforts import Effort, Template, set_effort, variables_of
 from router.api.ignored import Ignored
 from router.api.responses.body import InputBody
@@ -17,6 +18,7 @@ from router.api.responses.items import (
     CustomCallItem,
     FunctionCallItem,
     FunctionCallOutputItem,
+    InputImagePart,
     InputItem,
     InputTextPart,
     MessageItem,
@@ -36,7 +38,8 @@ def chat_of(body: InputBody, functions: Functions, template: Template, ignored: 
         ignored: records fields without effect.
 
     Raises:
-        InvalidRequest: the input is empty, or two fields contradict each other.
+        InvalidRequest: the input is empty, two fields contradict each other, or an image is not valid.
+        Unsupported: an image has a media type that is not supported, or is elsewhere.
     """
     messages = [] if body.instructions is None else [ChatMessage(role="system", content=body.instructions)]
     match body.input:
@@ -64,16 +67,22 @@ def messages_of(items: Sequence[InputItem], functions: Functions) -> list[ChatMe
 
     Consecutive reasoning, text and calls were one answer, so they become one message of the assistant. Text behind the
     calls belongs to the same message.
+
+    Raises:
+        InvalidRequest, Unsupported: an image is not valid, or belongs to a message that can have none.
     """
     messages: list[ChatMessage] = []
     turn = _AssistantTurn()
-    for item in items:
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
         if not turn.takes(item):
             messages += turn.message()
             turn = _AssistantTurn()
         match item:
             case MessageItem(role="assistant", content=content):
-                turn.texts.append(_text(content))
+                text, parts = _content(content, where)
+                _check_role("assistant", parts, where)
+                turn.texts.append(text)
             case ReasoningItem():
                 turn.reasonings += [part.text for part in item.content or item.summary or ()]
             case FunctionCallItem(call_id=call_id, name=own, arguments=arguments):
@@ -83,9 +92,12 @@ def messages_of(items: Sequence[InputItem], functions: Functions) -> list[ChatMe
                 written = json.dumps({"input": text}, ensure_ascii=False)
                 turn.calls.append(tool_call(call_id=call_id, name=name, arguments=written))
             case FunctionCallOutputItem(call_id=call_id, output=output):
-                messages.append(ChatMessage(role="tool", content=_text(output), tool_call_id=call_id))
+                text, parts = _content(output, where, "output")
+                messages.append(ChatMessage(role="tool", content=text, parts=parts, tool_call_id=call_id))
             case MessageItem(role=role, content=content):
-                messages.append(ChatMessage(role=role, content=_text(content)))
+                text, parts = _content(content, where)
+                _check_role(role, parts, where)
+                messages.append(ChatMessage(role=role, content=text, parts=parts))
     return [*messages, *turn.message()]
 
 
@@ -122,8 +134,26 @@ class _AssistantTurn:
         ]
 
 
-def _text(content: str | Sequence[InputTextPart | OutputTextPart | RefusalPart]) -> str:
-    """Return the text of parts, joined by newlines as in chat completions."""
+def _content(
+    content: str | Sequence[InputTextPart | InputImagePart | OutputTextPart | RefusalPart],
+    where: str,
+    name: str = "content",
+) -> tuple[str, tuple[str | bytes, ...]]:
+    """Return the `content` and the `parts` of a message."""
     if isinstance(content, str):
-        return content
-    return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
+        return content, ()
+    return content_of([_part(part, f"{where}.{name}[{index}]") for index, part in enumerate(content)])
+
+
+def _check_role(role: str, parts: Sequence[str | bytes], where: str) -> None:
+    if parts and role not in WITH_IMAGES:
+        raise InvalidRequest(f"{where} of role {role} has an image; only users and tools send images", where)
+
+
+def _part(part: InputTextPart | InputImagePart | OutputTextPart | RefusalPart, where: str) -> str | bytes:
+    match part:
+        case InputImagePart(image_url=url):
+            return image_in_url(url, f"{where}.image_url")
+        case RefusalPart(refusal=refusal):
+            return refusal
+    return part.text

@@ -11,6 +11,7 @@ import contextlib
 import json
 import random
 import re
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,9 @@ from router.api import delivery
 from router.api.grpc_api import SERVICE_NAMES, Authentication, InferenceServicer
 from router.api.http import create_app
 from router.api.padding import GRPC
+from router.dispatch import ImageLooker, WorkerClient
 from router.dispatch.choice import Choice, ChoiceGroup
+from router.placement.pool_view import PoolView
 from router.prompt import Tokenizer
 from router.request.model import LoadedModel
 from router.request.resume import Journal
@@ -143,6 +146,8 @@ class Router:
         stand_in: Any = self.dispatcher
         instruments = self.instruments = Instruments(cluster_status)
         self.limiter = Limiter(RouterConfig().max_in_flight)
+        self.pools = PoolView(lambda keys: {}, time.monotonic)
+        self.client = WorkerClient()
         self.ledger = MemoryLedger()
         self.accounts = Accounts(self.ledger, instruments, lambda: 1)
         self.journal = Journal(MemoryRecords(MemoryStore()))
@@ -157,6 +162,7 @@ class Router:
                 facts=facts,
             ),
             dispatcher=stand_in,
+            looker=ImageLooker(pools=self.pools, client=self.client, config=RouterConfig()),
             limiter=self.limiter,
             accounts=self.accounts,
             journal=self.journal,
@@ -339,6 +345,8 @@ def message_of(descriptor: Descriptor, draw: random.Random, message: Message, mo
 
 def scalar_of(field: FieldDescriptor, draw: random.Random) -> Any:
     match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_BYTES:
+            return draw.choice((b"", b"GIF89a", b"\x89PNG\r\n\x1a\n" + bytes(100), b"no image"))
         case FieldDescriptor.CPPTYPE_STRING:
             return draw.choice(TEXTS)
         case FieldDescriptor.CPPTYPE_FLOAT | FieldDescriptor.CPPTYPE_DOUBLE:

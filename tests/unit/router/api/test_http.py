@@ -197,7 +197,8 @@ UNSUPPORTED = [
     ),
     (said(mood=0), "messages[0].mood"),
     (said(TEXT, {**TEXT, "mood": 1}), "messages[0].content[1].mood"),
-    (said(TEXT, {"type": "image_url", "image_url": {"url": "data:,"}}), "messages[0].content[1]"),
+    (said(TEXT, {"type": "image_url", "image_url": {"url": "https://cat"}}), "messages[0].content[1].image_url.url"),
+    (said(TEXT, {"type": "input_audio", "input_audio": {}}), "messages[0].content[1]"),
     (said(7), "messages[0].content[0]"),
 ]
 UNKNOWN: list[tuple[tuple[str, dict[str, Any]], str]] = [
@@ -512,8 +513,8 @@ async def test_the_openai_package_asks_once_for_what_is_not_supported() -> None:
         attempts.append(request)
 
     transport = httpx2.ASGITransport(app_of(Service()))
-    image = {"type": "image_url", "image_url": {"url": "data:,"}}
-    messages: Any = [{"role": "user", "content": [image]}]
+    sound = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+    messages: Any = [{"role": "user", "content": [sound]}]
     async with (
         httpx2.AsyncClient(transport=transport, event_hooks={"request": [count]}) as http_client,
         openai.AsyncOpenAI(base_url="http://baton/v1", api_key="none", http_client=http_client) as client,

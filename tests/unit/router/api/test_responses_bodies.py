@@ -153,7 +153,10 @@ ODD: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "web_search_call", "id": "i"}]}, "input"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": 7}]}, "input[0].content"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]}, "input[0].content[0]"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
+        "input[0].content[0].image_url",
+    ),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]"),
     ({"input": [{"role": "user", "content": [{"type": "words", "text": "x"}]}]}, "input[0].content[0]"),
     ({"input": [{"role": "user", "content": "x", "hot": 1}]}, "input[0].hot"),

@@ -56,6 +56,7 @@ SERVED: dict[str, type[BaseModel]] = {
     "function": our_tools.FunctionToolBody,
     "function_call": items.FunctionCallItem,
     "function_call_output": items.FunctionCallOutputItem,
+    "input_image": items.InputImagePart,
     "input_text": items.InputTextPart,
     "custom_tool_call": items.CustomCallItem,
     "custom_tool_call_output": items.FunctionCallOutputItem,

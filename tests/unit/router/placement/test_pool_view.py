@@ -276,11 +276,11 @@ async def test_a_worker_that_holds_next_to_nothing_takes_what_fits_it_and_limits
         lengths = {worker_id: 64 if worker_id == short else 2048 for worker_id in ("a", "b", "c")}
         await pools.update([worker(worker_id, max_model_len=length) for worker_id, length in lengths.items()])
         assert pools.max_model_len() == 2048
-        assert pools.too_short(sequence(40, 25)) == {short}
-        assert pools.too_short(sequence(40, 24)) == set()
+        assert pools.unable(sequence(40, 25)) == {short}
+        assert pools.unable(sequence(40, 24)) == set()
     await pools.update([worker("a", max_model_len=2048), worker("b", max_model_len=64)])
     assert pools.max_model_len() == 2048
-    assert pools.too_short(sequence(2000, 48)) == {"b"}
+    assert pools.unable(sequence(2000, 48)) == {"b"}
 
 
 async def test_roles_may_hold_sequences_of_very_different_lengths() -> None:
@@ -288,14 +288,14 @@ async def test_roles_may_hold_sequences_of_very_different_lengths() -> None:
     pools, _ = view()
     await pools.update([worker("p", role=Role.PREFILL, max_model_len=32768), worker("d", max_model_len=640)])
     assert pools.max_model_len() == 640
-    assert pools.too_short(sequence(600, 40)) == set()
+    assert pools.unable(sequence(600, 40)) == set()
 
 
 async def test_a_prefill_worker_that_holds_next_to_nothing_is_judged_by_those_who_do_without_it() -> None:
     pools, _ = view()
     await pools.update([worker("p", role=Role.PREFILL, max_model_len=64), worker("d", max_model_len=8192)])
     assert pools.max_model_len() == 8192
-    assert pools.too_short(sequence(60, 40)) == {"p"}
+    assert pools.unable(sequence(60, 40)) == {"p"}
 
 
 async def test_nobody_is_thought_to_hold_more_than_the_model_takes() -> None:
