@@ -191,7 +191,7 @@ async def test_a_repeated_image_is_looked_at_once_per_cache_scope() -> None:
             images = await bench.look(CAT, DOG, CAT)
             assert images.seen == (seen_of(CAT), seen_of(DOG), seen_of(CAT))
         assert p.looked == [(CAT, DOG)]
-        await bench.look(CAT, tenant=Tenant("c", cache_scope="a"))
+        await bench.look(CAT, tenant=Tenant(id="c", cache_scope="a"))
         assert len(p.looked) == 1
         await bench.look(CAT, tenant=OTHER)
         assert p.looked == [(CAT, DOG), (CAT,)]
