@@ -415,7 +415,10 @@ async def test_what_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
         ({"model.layers.0.input_layernorm": (64, 64)}, 4, "changes model.layers.0.input_layernorm, which is no"),
         ({q_proj: (64, 64)}, 65, "has rank 65, and engine.max_adapter_rank is 64"),
     ]
-    async with looped(make_runner_of(tmp_path / "model")) as loop:
+    runner = make_runner_of(tmp_path / "model")
+    assert runner.rank.adapters is not None
+    assert runner.rank.adapters._stacks.keys() == changeable(load_reference(tmp_path / "model")).keys()
+    async with looped(runner) as loop:
         for number, (shapes, rank, sentence) in enumerate(cases):
             adapter = save_adapter(tmp_path / f"{number}", shapes, rank)
             with pytest.raises(InvalidRequest, match=sentence):
