@@ -19,6 +19,7 @@ With several ranks A and B are divided as their map is: by output (B), or by inp
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import grouped_mm
 
-from baton.adapters import AdapterFacts, AdapterTarget, require_rank
+from baton.adapters import ENDS, AdapterFacts, AdapterTarget, require_rank
 from baton.errors import InvalidRequest, ModelLoadError, in_one_line
 from engine.core.runner import StepPart
 from engine.model.kv_cache import lazy_zeros
@@ -195,7 +196,7 @@ class _Map:
         self._module, self._owner = module, owner
         self._own = module.forward
         self._is_replaced = "forward" in module.__dict__  # by transformers, which divides it among ranks
-        self._is_one = len(stacks) == 1 and stacks[0].begin == 0
+        self._is_merged = len(getattr(module, NAME)) > 1
 
     def turn_on(self) -> None:
         """Let the module add the products of the step's adapters."""
@@ -221,7 +222,7 @@ class _Map:
         for stack in self.stacks:
             if not stack.used & rows.used:
                 continue
-            of_stack = added if self._is_one else added[:, stack.begin : stack.end]
+            of_stack = added[:, stack.begin : stack.end] if self._is_merged else added
             product = stack.product(flat, rows, rank)
             if isinstance(rows.rows, slice):
                 of_stack[rows.rows] += product
@@ -296,7 +297,7 @@ class ModelAdapters:
         try:
             for module in self._model.modules():
                 pieces: tuple[Piece, ...] = getattr(module, NAME, ())
-                if stacks := [self._stack_of(module, each) for each in pieces if self._called.get(each.name)]:
+                if stacks := [self._stack_of(module, each) for each in pieces if self._may_change(each.name)]:
                     self._maps.append(_Map(module, stacks, self))
         except torch.OutOfMemoryError as error:
             raise ModelLoadError(
@@ -306,13 +307,17 @@ class ModelAdapters:
         self._stacks = {stack.name: stack for each in self._maps for stack in each.stacks}
         self._linear = []
 
+    def _may_change(self, name: str) -> bool:
+        return self._called.get(name, False) and name.rpartition(".")[2] not in ENDS
+
     def _stack_of(self, module: nn.Module, piece: Piece) -> _Stack:
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         split, local = _split_of(weight)
         num_out, num_in = piece.end - piece.begin, weight.shape[1]
         widths = (local.shape[1], local.shape[0] if split == 0 else num_out)
         rank = _padded(self._max_rank, local.element_size())
-        zeros = lazy_zeros if local.device.type == "cpu" else torch.zeros
+        small = functools.partial(lazy_zeros, in_huge_pages=False)  # an adapter uses little of each stack
+        zeros = small if local.device.type == "cpu" else torch.zeros
         a, b = (zeros(self._num_slots, rank, width, dtype=local.dtype, device=local.device) for width in widths)
         return _Stack(piece.name, (num_in, num_out), split, piece.begin, (a, b))
 

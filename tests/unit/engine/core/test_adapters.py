@@ -111,6 +111,16 @@ def test_a_prefix_that_is_only_received_needs_no_adapter() -> None:
     assert not needs_adapter(sequence_spec(), Purpose.GENERATE)
 
 
+def test_an_engine_with_a_pinned_slot_is_not_idle() -> None:
+    """A sequence has its slot a moment before the engine knows the sequence."""
+    engine = make_engine(max_adapters=1)
+    engine.adapters.reserve("a")
+    engine.adapters.loaded("a")
+    assert engine.is_idle
+    engine.adapters.pin("a")
+    assert not engine.is_idle
+
+
 # -- the loop --------------------------------------------------------------------------------------------------------
 
 
@@ -133,14 +143,14 @@ class Gate:
 
 @contextlib.asynccontextmanager
 async def running(
-    max_adapters: int = 2, is_open: bool = True, max_waiting: int = 64, **shape: Any
+    max_adapters: int = 2, is_open: bool = True, max_waiting: int = 64, plans_ahead: bool = False, **shape: Any
 ) -> AsyncIterator[tuple[EngineLoop, Gate]]:
     engine = make_engine(max_adapters=max_adapters, **shape)
     assert isinstance(engine.runner, ArithmeticRunner)
     gate = Gate(engine.runner)
     if is_open:
         gate.is_open.set()
-    loop = EngineLoop(engine, max_waiting)
+    loop = EngineLoop(engine, max_waiting, plans_ahead=plans_ahead)
     task = asyncio.create_task(loop.run())
     try:
         yield loop, gate
@@ -215,12 +225,14 @@ async def test_a_sequence_that_is_cancelled_while_its_adapter_is_loaded_leaves_n
     async with running(max_adapters=1, is_open=False) as (loop, gate):
         waiting = asyncio.create_task(answer(loop, spec_of(adapters[0])))
         behind = asyncio.create_task(answer(loop, spec_of(adapters[1])))
-        await until(lambda: gate.started == ["adapter-0"])
-        await cancel_and_wait([waiting])
+        last = asyncio.create_task(answer(loop, spec_of(adapters[2])))
+        await until(lambda: gate.started == ["adapter-0"] and loop.load().waiting == 3)
+        await cancel_and_wait([waiting, last])
         assert loop.load().waiting == 1
         gate.is_open.set()
         assert await behind == told(spec_of(adapters[1]))
         assert loop.load().adapters == (adapters[1].digest,)
+    assert gate.loaded == ["adapter-0", "adapter-1"]
 
 
 async def test_a_sequence_that_is_cancelled_when_it_has_just_got_its_slot_leaves_nothing(
@@ -229,12 +241,17 @@ async def test_a_sequence_that_is_cancelled_when_it_has_just_got_its_slot_leaves
     async with running(max_adapters=1, is_open=False) as (loop, gate):
         waiting = asyncio.create_task(answer(loop, spec_of(adapters[0])))
         await until(lambda: bool(gate.started))
-        loading = loop._adapters._loading
-        assert loading is not None
-        loading.add_done_callback(lambda _: waiting.cancel())
+        slots, pin = loop.engine.adapters, loop.engine.adapters.pin
+
+        def pin_and_leave(digest: str) -> int | None:
+            asyncio.get_running_loop().call_soon(waiting.cancel)  # before it wakes up with its slot
+            return pin(digest)
+
+        slots.pin = pin_and_leave  # type: ignore[method-assign]
         gate.is_open.set()
         with pytest.raises(asyncio.CancelledError):
             await waiting
+        slots.pin = pin  # type: ignore[method-assign]
         assert await answer(loop, spec_of(adapters[1])) == told(spec_of(adapters[1]))
 
 
@@ -392,12 +409,16 @@ async def test_choices_and_beams_hold_the_slot_until_the_last_of_them_ends(adapt
         assert max(held) >= 5
 
 
-async def test_sequences_that_come_go_and_are_cancelled_at_random_leave_nothing(adapters: list[Adapter]) -> None:
+@pytest.mark.parametrize("plans_ahead", [False, True])
+async def test_sequences_that_come_go_and_are_cancelled_at_random_leave_nothing(
+    plans_ahead: bool, adapters: list[Adapter]
+) -> None:
+    """Some are preempted."""
     draw = random.Random(5)
-    async with running(max_adapters=2, num_blocks=24, layer_s=0.0005) as (loop, _):
+    async with running(2, plans_ahead=plans_ahead, num_blocks=12, output_reservation=1) as (loop, _):
 
         async def one(number: int) -> None:
-            spec = spec_of(draw.choice([*adapters, None]), f"{number}", draw.randrange(1, 30), tuple(range(1, 20)))
+            spec = spec_of(draw.choice([*adapters, None]), f"{number}", draw.randrange(1, 60), tuple(range(1, 20)))
             await asyncio.sleep(draw.random() * 0.3)
             task = asyncio.create_task(answer(loop, spec))
             if draw.random() < 0.4:
@@ -407,3 +428,4 @@ async def test_sequences_that_come_go_and_are_cancelled_at_random_leave_nothing(
                 assert await task == told(spec)
 
         await asyncio.gather(*(one(number) for number in range(60)))
+        assert loop.load().preemptions > 0
