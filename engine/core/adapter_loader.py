@@ -104,11 +104,11 @@ class AdapterLoader:
             _fail(wanted, reason)
         self.advance()
 
-    async def close(self) -> None:
-        """Hand all back that wait, and wait for the load in progress."""
+    async def close(self, limit_s: float) -> None:
+        """Hand all back that wait, and wait for the load in progress: for at most `limit_s`, since it may hang."""
         self.hand_back(WorkerFailed("the worker stops"))
         if self._loading is not None:
-            await seen_through(self._loading)
+            await asyncio.wait({self._loading}, timeout=limit_s)
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 

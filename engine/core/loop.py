@@ -252,7 +252,7 @@ class EngineLoop:
         Raises:
             DeviceLost: the last step hangs.
         """
-        await self._adapters.close()
+        await self._adapters.close(self._step_timeout_s)
         last = threads.last
         is_over = self._lost is None and (last is None or await last.has_ended())
         threads.close(waits=is_over)

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import grouped_mm
 
-from baton.adapters import AdapterFacts, AdapterTarget, require_rank
+from baton.adapters import ENDS, AdapterFacts, AdapterTarget, require_rank
 from baton.errors import InvalidRequest, ModelLoadError, in_one_line
 from engine.core.runner import StepPart
 from engine.model.kv_cache import lazy_zeros
@@ -195,7 +195,7 @@ class _Map:
         self._module, self._owner = module, owner
         self._own = module.forward
         self._is_replaced = "forward" in module.__dict__  # by transformers, which divides it among ranks
-        self._is_one = len(stacks) == 1 and stacks[0].begin == 0
+        self._is_merged = len(getattr(module, NAME)) > 1
 
     def turn_on(self) -> None:
         """Let the module add the products of the step's adapters."""
@@ -221,7 +221,7 @@ class _Map:
         for stack in self.stacks:
             if not stack.used & rows.used:
                 continue
-            of_stack = added if self._is_one else added[:, stack.begin : stack.end]
+            of_stack = added[:, stack.begin : stack.end] if self._is_merged else added
             product = stack.product(flat, rows, rank)
             if isinstance(rows.rows, slice):
                 of_stack[rows.rows] += product
@@ -296,7 +296,7 @@ class ModelAdapters:
         try:
             for module in self._model.modules():
                 pieces: tuple[Piece, ...] = getattr(module, NAME, ())
-                if stacks := [self._stack_of(module, each) for each in pieces if self._called.get(each.name)]:
+                if stacks := [self._stack_of(module, each) for each in pieces if self._may_change(each.name)]:
                     self._maps.append(_Map(module, stacks, self))
         except torch.OutOfMemoryError as error:
             raise ModelLoadError(
@@ -305,6 +305,9 @@ class ModelAdapters:
             ) from error
         self._stacks = {stack.name: stack for each in self._maps for stack in each.stacks}
         self._linear = []
+
+    def _may_change(self, name: str) -> bool:
+        return self._called.get(name, False) and name.rpartition(".")[2] not in ENDS
 
     def _stack_of(self, module: nn.Module, piece: Piece) -> _Stack:
         weight: torch.Tensor = module.weight  # type: ignore[assignment]

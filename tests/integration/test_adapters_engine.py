@@ -45,6 +45,7 @@ from tests.integration.test_families import SLOTS, prompts, rest_of, save_untied
 from tests.support.adapters import Shapes, registered, save_adapter
 from tests.support.builders import sequence_spec
 from tests.support.families import LATENT, RECURRENT
+from tests.support.guessing import FREE, Known
 from tests.unit.kvstore.transfer.peers import engine_worker
 
 pytestmark = pytest.mark.integration
@@ -296,7 +297,7 @@ async def test_a_cached_prefix_belongs_to_its_adapter(tmp_path: Path) -> None:
     assert num_cached == [0, 128, 0, 0, 128, 128]
 
 
-async def test_choices_beams_drafts_and_scores_are_of_the_adapter(tmp_path: Path) -> None:
+async def test_choices_beams_and_scores_are_of_the_adapter(tmp_path: Path) -> None:
     """Each compared with an engine whose weights are the merged ones."""
     save_untied("llama", {}, tmp_path / "model")
     reference = load_reference(tmp_path / "model")
@@ -310,20 +311,43 @@ async def test_choices_beams_drafts_and_scores_are_of_the_adapter(tmp_path: Path
         {"use_beam_search": True, "beam_width": 3},
         {"prompt_logprobs": 1, "logprobs": 2},
     ]
-    repeating = [1, 2, 3, 4] * 8
     found = []
     for folder, with_adapter in ((tmp_path / "model", adapter), (tmp_path / "merged", None)):
         async with looped(make_runner_of(folder)) as loop:
             got = await asyncio.gather(
                 *(full_answer(loop, spec_of("one", prompt, with_adapter, 10, **more)) for more in asked),
-                full_answer(loop, spec_of("drafts", repeating, with_adapter, 40)),
             )
             found.append(got)
-            drafted = loop.load().drafted_tokens
-    assert drafted >= 0
     for mine, merged_ in zip(*found, strict=True):
         assert mine[0] == merged_[0]
         assert mine[1] == pytest.approx(merged_[1], abs=1e-3)
+
+
+def test_drafts_are_checked_with_the_adapter(tmp_path: Path) -> None:
+    """Of one sequence with an adapter and one without; some guesses are wrong."""
+    save_untied("llama", {}, tmp_path / "model")
+    reference = load_reference(tmp_path / "model")
+    (adapter,) = save_some(tmp_path, reference, 1)
+    specs = [spec_of(f"{i}", prompts()[1], each, 40) for i, each in enumerate((adapter, None))]
+    known = [expected(reference, spec) for spec in specs]
+    runner = make_runner_of(tmp_path / "model")
+    engine = engine_of(runner, CONFIG)
+    runner.load_adapter(adapter, 1)
+    engine.adapters.reserve(adapter.digest)
+    engine.adapters.loaded(adapter.digest)
+    assert engine.scheduler.drafter is not None
+    engine.scheduler.drafter.price = FREE
+    sequences = []
+    for spec, told in zip(specs, known, strict=True):
+        slot = 0 if spec.adapter is None else engine.adapters.pin(adapter.digest)
+        assert slot is not None
+        sequences.append(engine.add(spec, Purpose.GENERATE, 0.0, slot))
+        sequences[-1].ngrams = Known([*spec.token_ids, *told.tokens], 3, vocab_size=VOCAB_SIZE)
+    while step := engine.schedule(0.0)[0]:
+        engine.commit(step, runner.execute(step), 0.0)
+        engine.check()
+    assert [sequence.token_ids[17:] for sequence in sequences] == [told.tokens for told in known]
+    assert 20 < engine.load().accepted_tokens < engine.load().drafted_tokens
 
 
 async def full_answer(loop: EngineLoop, spec: SequenceSpec) -> tuple[list[Any], list[float]]:
@@ -391,7 +415,10 @@ async def test_what_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
         ({"model.layers.0.input_layernorm": (64, 64)}, 4, "changes model.layers.0.input_layernorm, which is no"),
         ({q_proj: (64, 64)}, 65, "has rank 65, and engine.max_adapter_rank is 64"),
     ]
-    async with looped(make_runner_of(tmp_path / "model")) as loop:
+    runner = make_runner_of(tmp_path / "model")
+    assert runner.rank.adapters is not None
+    assert runner.rank.adapters._stacks.keys() == changeable(load_reference(tmp_path / "model")).keys()
+    async with looped(runner) as loop:
         for number, (shapes, rank, sentence) in enumerate(cases):
             adapter = save_adapter(tmp_path / f"{number}", shapes, rank)
             with pytest.raises(InvalidRequest, match=sentence):

@@ -111,6 +111,16 @@ def test_a_prefix_that_is_only_received_needs_no_adapter() -> None:
     assert not needs_adapter(sequence_spec(), Purpose.GENERATE)
 
 
+def test_an_engine_with_a_pinned_slot_is_not_idle() -> None:
+    """A sequence has its slot a moment before the engine knows the sequence."""
+    engine = make_engine(max_adapters=1)
+    engine.adapters.reserve("a")
+    engine.adapters.loaded("a")
+    assert engine.is_idle
+    engine.adapters.pin("a")
+    assert not engine.is_idle
+
+
 # -- the loop --------------------------------------------------------------------------------------------------------
 
 
@@ -215,12 +225,14 @@ async def test_a_sequence_that_is_cancelled_while_its_adapter_is_loaded_leaves_n
     async with running(max_adapters=1, is_open=False) as (loop, gate):
         waiting = asyncio.create_task(answer(loop, spec_of(adapters[0])))
         behind = asyncio.create_task(answer(loop, spec_of(adapters[1])))
-        await until(lambda: gate.started == ["adapter-0"])
-        await cancel_and_wait([waiting])
+        last = asyncio.create_task(answer(loop, spec_of(adapters[2])))
+        await until(lambda: gate.started == ["adapter-0"] and loop.load().waiting == 3)
+        await cancel_and_wait([waiting, last])
         assert loop.load().waiting == 1
         gate.is_open.set()
         assert await behind == told(spec_of(adapters[1]))
         assert loop.load().adapters == (adapters[1].digest,)
+    assert gate.loaded == ["adapter-0", "adapter-1"]
 
 
 async def test_a_sequence_that_is_cancelled_when_it_has_just_got_its_slot_leaves_nothing(
@@ -229,12 +241,17 @@ async def test_a_sequence_that_is_cancelled_when_it_has_just_got_its_slot_leaves
     async with running(max_adapters=1, is_open=False) as (loop, gate):
         waiting = asyncio.create_task(answer(loop, spec_of(adapters[0])))
         await until(lambda: bool(gate.started))
-        loading = loop._adapters._loading
-        assert loading is not None
-        loading.add_done_callback(lambda _: waiting.cancel())
+        slots, pin = loop.engine.adapters, loop.engine.adapters.pin
+
+        def pin_and_leave(digest: str) -> int | None:
+            asyncio.get_running_loop().call_soon(waiting.cancel)  # before it wakes up with its slot
+            return pin(digest)
+
+        slots.pin = pin_and_leave  # type: ignore[method-assign]
         gate.is_open.set()
         with pytest.raises(asyncio.CancelledError):
             await waiting
+        slots.pin = pin  # type: ignore[method-assign]
         assert await answer(loop, spec_of(adapters[1])) == told(spec_of(adapters[1]))
 
 
