@@ -200,6 +200,33 @@ async def test_an_unreadable_registry_is_counted_and_can_be_replaced(
         assert list(router.adapters) == ["one"]
 
 
+@pytest.mark.parametrize("few", [500, 0])
+async def test_a_poll_that_meets_a_change_takes_nothing_for_garbage(
+    server: RedisServer, namespace: str, member_keys: MemberKeys, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to the poll is on its way while the change is written."""
+    monkeypatch.setattr("kvstore.adapters.redis.FEW", few)  # large registries are decoded in a thread
+    router = of_redis(server, namespace, member_keys)
+    await router.put(registered("one"))
+    arrives, ask = asyncio.Event(), router._connection.ask
+
+    async def slow(*args: Any) -> list[Any]:
+        monkeypatch.setattr(router._connection, "ask", ask)
+        found = await ask(*args)
+        await arrives.wait()
+        return found
+
+    monkeypatch.setattr(router._connection, "ask", slow)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(router.follow())
+        await asyncio.sleep(0.02)
+        tasks.create_task(router.put(registered("two")))
+        await asyncio.sleep(0.02)
+        arrives.set()
+    assert sorted(router.adapters) == ["one", "two"]
+    assert router._connection.garbage.seen() == ()
+
+
 async def test_an_older_registry_does_not_bring_a_removed_adapter_back(
     server: RedisServer, namespace: str, member_keys: MemberKeys
 ) -> None:

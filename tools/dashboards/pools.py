@@ -142,6 +142,16 @@ LOAD = Section(
             },
             is_stacked=True,
         ),
+        Panel(
+            title="LoRA adapters",
+            description="Registered adapters, and those in the memory of each worker. A worker that always holds as "
+            "many as engine.max_adapters allows may load adapters again and again: raise the setting, or add workers.",
+            unit="short",
+            queries={
+                "registered": "max(baton_adapters_registered{$cluster})",
+                "{{worker}} ({{role}})": f"max by (worker, role) (baton_adapters_resident{{$cluster, {OF_WORKER}}})",
+            },
+        ),
     ),
 )
 

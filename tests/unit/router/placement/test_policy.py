@@ -197,12 +197,12 @@ def test_the_prediction_is_that_of_the_workers_chosen() -> None:
     split = placed([p, d], "disaggregated", prompt, prices=prices)
     # 200 tokens are pulled; 600 computed in 6 steps. The decode worker lacks 600 + 128 - 600 tokens of room, gets 600
     # transferred, and then decodes 3 sequences over 4,000 tokens, while it reads its weights.
-    assert astuple(split.prediction) == pytest.approx((0.5, 2.0, 0.03, 0.612, 0.026, 0.019))
+    assert astuple(split.prediction) == pytest.approx((0.5, 2.0, 0.03, 0.612, 0.026, 0.019, 0.0))
     assert split.prediction.ttft_s == pytest.approx(2.642), "the room comes after the queue"
     aggregated = placed([p, d], "aggregated", prompt, prices=prices)
     # 600 tokens, in one step of 2 ms and 600; those that decode take 11 ms of each step, besides a chunk of 2,048.
     stretch = 1 + 0.011 / 2.048
-    expected = (0.25 * stretch, 2.0, 0.0, 0.602 * stretch, 0.0, 0.019)
+    expected = (0.25 * stretch, 2.0, 0.0, 0.602 * stretch, 0.0, 0.019, 0.0)
     assert astuple(aggregated.prediction) == pytest.approx(expected)
     assert [terms.worker_id for terms in aggregated.considered] == ["d"]
     assert {terms.worker_id for terms in split.considered} == {"p", "d"}
