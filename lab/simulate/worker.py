@@ -16,8 +16,8 @@ from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from baton.scores import Sampled
 from engine.core.engine import Engine
-from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from engine.core.image_store import ImageStore
+from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from engine.core.outputs import Generated, Reserved
 from engine.core.pool_sizes import PoolNeeds, table_sizes
 from engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, ignore_layer

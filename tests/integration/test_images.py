@@ -538,6 +538,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         encoded(Image.new("1", (5001, 5000)), "PNG"),
         r"5001 x 5000 pixels, .* \(engine.max_image_pixels\)",
     ),
+    "a jpeg of many scans": (encoded(noise(400, 300), "JPEG")[:-2] + b"\xff\xda\0\2" * 101, "more than 100 scans"),
     "a moving gif": (frames("GIF"), "animated"),
     "a moving png": (frames("PNG"), "animated"),
     "a moving webp": (frames("WEBP"), "animated"),
