@@ -8,6 +8,7 @@ NumPy; no code of the model's folder is run.
 from __future__ import annotations
 
 import io
+import logging
 import math
 from abc import ABC, abstractmethod
 from functools import lru_cache
@@ -19,7 +20,7 @@ from PIL import Image, UnidentifiedImageError
 from tokenizers import Tokenizer
 from transformers.image_utils import load_image
 
-from baton.errors import InvalidRequest, in_one_line
+from baton.errors import InvalidRequest, ModelLoadError, in_one_line
 from baton.model_files import read_json
 from engine.core.image_store import ReadImage
 from engine.model.pretrained import load_image_processor
@@ -27,12 +28,15 @@ from engine.model.pretrained import load_image_processor
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
 
+logger = logging.getLogger(__name__)
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Pillow's names of the formats that are read; no other parser sees a byte."""
 FILES = ("preprocessor_config.json", "processor_config.json")
 FAKE, GLOBAL, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
 """Texts with which the processors of Idefics3 and SmolVLM write an image."""
 GRID_DIMS = 3
+SCAN, MAX_SCANS = b"\xff\xda", 100
+"""Start of a scan of a JPEG, and their limit. Each scan passes over the whole image, however few bytes it has."""
 MOST_TOKENS = 2**18
 """Maximum number of tokens of any image."""
 
@@ -100,6 +104,13 @@ class ProcessedImages(ABC):
             side = side * 7 // 8
         return self._prepared(Image.new("RGB", (side, side), (90, 120, 150)))
 
+    def halve(self) -> None:
+        """Allow images of half as many tokens from now on."""
+        self._max_tokens //= 2
+        if not self._max_tokens:
+            raise ModelLoadError("not even the smallest image can be encoded in this device's memory")
+        logger.warning("the device's memory allows images of at most %d tokens", self._max_tokens)
+
     def _prepared(self, image: Image.Image, **options: Any) -> ReadImage:
         found = self._processor(images=[image], return_tensors="np", **options)
         pixels = {name: found[name] for name in self._processor.model_input_names if name in found}
@@ -122,6 +133,8 @@ class ProcessedImages(ABC):
         except Exception as error:  # Pillow raises whatever its parsers raise
             raise InvalidRequest(f"the image cannot be read: {in_one_line(error)}") from error
         with image:
+            if image.format in ("JPEG", "MPO") and encoded.count(SCAN) > MAX_SCANS:
+                raise InvalidRequest(f"the image has more than {MAX_SCANS} scans; save it as an ordinary JPEG")
             if image.width * image.height > self._max_pixels:
                 raise InvalidRequest(
                     f"the image has {image.width} x {image.height} pixels, more than {self._max_pixels} "

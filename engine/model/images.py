@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,10 @@ from baton.errors import InvalidRequest
 from baton.messages import PlacedImage
 from engine.core.image_store import ImageStore
 from engine.core.runner import StepPart
-from engine.model.image_reader import ProcessedImages
 from engine.uploads import StepNumbers
+
+if TYPE_CHECKING:
+    from engine.model.image_reader import ProcessedImages
 
 TYPES = "mm_token_type_ids"
 """Argument of models with the kind of each token: 1 for placeholders of images, 0 for text."""
@@ -167,6 +169,17 @@ class RankImages:
         features, self._given = self._given, {}
         return args, given | features
 
+    def encode_largest(self) -> None:
+        """Encode an image of the largest allowed size. If it does not fit into memory, that size is lowered."""
+        while True:
+            try:
+                self.encoded(self.reader.largest().pixels)
+            except torch.OutOfMemoryError:
+                self.reader.halve()
+                torch.cuda.empty_cache()
+            else:
+                return
+
     def begin_step(self) -> None:
         """Forget the features of a pass that has failed."""
         self._given = {}
@@ -195,31 +208,38 @@ class RankImages:
         return Probe(prompt, image, inputs)
 
     def positions(self, part: StepPart) -> torch.Tensor:
-        """Return the positions of a part's tokens, `[3, tokens]` if they have three dimensions and the part's sequence
-        has images, else `[tokens]`.
+        """Return the positions of a part's tokens, `[3, tokens]` if they have three dimensions and there is an image in
+        or after the part, else `[tokens]`.
         """
         begin, end = part.num_computed_tokens, part.end
         plain = torch.arange(begin, end)
         if not (part.images and self._has_positions):
             return plain
+        if begin >= part.images[-1].end:  # as in every step of decoding
+            return plain + sum(map(self._shift, part.images))
         merge, shift, found = self.reader.merge_size, 0, plain.expand(3, -1).clone()
         for image in part.images:
             if image.offset >= end:
                 break
-            _, height, width = (number // merge for number in image.grid)
+            width = image.grid[2] // merge
             first, last = max(begin, image.offset), min(end, image.end)
             if first < last:
                 place = torch.arange(first, last) - image.offset
                 within = torch.stack([torch.zeros_like(place), place // width, place % width])
                 found[:, first - begin : last - begin] = within + image.offset + shift
-            shift += max(height, width) - image.num_tokens
+            shift += self._shift(image)
             found[:, max(0, image.end - begin) :] = plain[max(0, image.end - begin) :] + shift
         return found
 
     def decode_position(self, part: StepPart) -> int:
-        """Return the position of the only token of a part, which is no placeholder."""
-        position = self.positions(part) if part.images else None
-        return part.num_computed_tokens if position is None else int(position.view(-1)[0])
+        """Return the position of the only token of a part, which samples and is no placeholder."""
+        shift = sum(map(self._shift, part.images)) if self._has_positions else 0
+        return part.num_computed_tokens + shift
+
+    def _shift(self, image: PlacedImage) -> int:
+        """Return how much less the positions rise over an image than its number of tokens, as a negative number."""
+        merge = self.reader.merge_size
+        return max(image.grid[1] // merge, image.grid[2] // merge) - image.num_tokens
 
     def step_positions(self, parts: Sequence[StepPart]) -> torch.Tensor:
         """Return the positions of a step's packed tokens, `[3, tokens]` or `[tokens]`; see `positions`."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from transformers import CONFIG_MAPPING, AutoImageProcessor
+from transformers import CONFIG_MAPPING
 
 from baton.errors import ModelLoadError, in_one_line
 from baton.model_files import named_code, read_json
@@ -165,6 +165,8 @@ def load_image_processor(folder: Path, config: Any) -> Any:
     Raises:
         Exception: transformers' own errors, which have no common class.
     """
+    from transformers import AutoImageProcessor  # it needs Pillow, which only models with images need
+
     return AutoImageProcessor.from_pretrained(
         folder, config=config, backend="pil", trust_remote_code=False, local_files_only=True
     )

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,7 +35,6 @@ from engine.model.adapters import AdapterForRanks, AdapterWeights
 from engine.model.attention_choice import SEVERAL_RANKS
 from engine.model.batch_invariance import RowByRow, refuse_unkept
 from engine.model.fp8_linear import refuse_fp8
-from engine.model.image_reader import reader_of
 from engine.model.images import RankImages
 from engine.model.last_tokens import DeviceStep, Filling
 from engine.model.logits_runner import NO_SAMPLING, LogitsRunner
@@ -48,6 +47,7 @@ from engine.model.transformers_model import ModelRank, load_config
 
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
+    from engine.model.image_reader import ProcessedImages
 
 logger = logging.getLogger(__name__)
 PROBE_BLOCKS = 2
@@ -88,7 +88,7 @@ class TransformersRunner(LogitsRunner):
             self.row_by_row = RowByRow
             refuse_unkept(devices[0], model.weights)
         measures = len(devices) == 1 and devices[0].type in device_memory.MEASURED_DEVICES
-        reader = reader_of(model, engine, config, longest_sequence(text, engine.max_model_len))
+        reader = _reader_of(model, engine, config, longest_sequence(text, engine.max_model_len))
         if not isinstance(reader, str):
             self._image_bytes = int(2 * engine.image_cache_gib * GIB)
         asked = ask_folder(Path(model.path), config, sees=not isinstance(reader, str))
@@ -161,10 +161,12 @@ class TransformersRunner(LogitsRunner):
 
         def compute() -> None:
             if isinstance(self.rank.images, RankImages):
-                self.rank.images.encoded(self.rank.images.reader.largest().pixels)
+                self.rank.images.encode_largest()
             for step in steps:
                 self._executed(step, ignore_layer, False)
 
+        if isinstance(self.rank.images, RankImages):
+            self.rank.images.encode_largest()  # a first time, since what does not fit must not be measured
         try:
             memory = device_memory.measured(devices[0], compute)
         except Exception as error:  # the model's own code
@@ -248,6 +250,15 @@ class TransformersRunner(LogitsRunner):
         if last := self.spec.num_layers:
             on_layer_done(last - 1, None)
         return logits
+
+
+def _reader_of(model: ModelConfig, engine: EngineConfig, config: Any, max_tokens: int) -> ProcessedImages | str:
+    """See `image_reader.reader_of`. Pillow is imported only for models that may take images."""
+    if getattr(config, "vision_config", None) is None:
+        return "the model takes text only"
+    from engine.model.image_reader import reader_of
+
+    return reader_of(model, engine, config, max_tokens)
 
 
 def largest_step(engine: EngineConfig, model_len: int, spec: KVSpec, *, is_scored: bool = True) -> StepInput:

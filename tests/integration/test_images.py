@@ -29,10 +29,11 @@ from decode_worker.service import DecodeService
 from engine.core.engine import Engine
 from engine.core.loop import EngineLoop
 from engine.core.outputs import Generated, Output, Refused, Reserved
-from engine.core.runner import StepInput
+from engine.core.runner import StepInput, StepPart
 from engine.core.sequence import Purpose
 from engine.core.step_fit import StepSize
 from engine.model import pretrained
+from engine.model.decode_graphs import padded_numbers
 from engine.model.image_reader import ProcessedImages, reader_of
 from engine.model.images import RankImages
 from engine.model.rank_step import RankStep
@@ -184,23 +185,95 @@ def test_images_are_cached_by_what_they_show(kind: str, saved: Callable[[str], S
 
 @pytest.mark.parametrize("kind", AGAIN)
 def test_a_cached_prefix_may_end_inside_an_image(kind: str, saved: Callable[[str], Saved]) -> None:
+    """As one that was pulled from another worker."""
     model = saved(kind)
     engine = make_engine(model.folder)
     parts = [*text(1, 5), picture(1), *text(2, 3)]
     spec = spec_of(engine, "one", parts)
-    answers(engine, [replace(spec, sampling=replace(spec.sampling, max_tokens=1))], 0)
-    keys = engine.pool.keys()
-    end = spec.images[0].end
-    inside = [keys.index(key) for key in spec.block_keys(spec.token_ids) if key in keys]
-    assert inside
-    assert end > 16, "a block ends inside the image"
-    shorter = spec.prefix(16 + 3)
-    engine = make_engine(model.folder)
-    spec_of(engine, "again", parts)
-    answers(engine, [replace(shorter, sampling=replace(spec.sampling, max_tokens=1))], 0)
+    (image,) = spec.images
+    assert image.offset < 16 < 19 < image.end
+    shorter = replace(spec.prefix(19), sampling=replace(spec.sampling, max_tokens=1))
+    answers(engine, [shorter], 0)
     (found,), (sequence,) = answers(engine, [spec], 0)
     assert sequence.num_cached_tokens == 16
     assert same_up_to_near_ties(found, model.refer(parts))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_positions_are_those_of_the_model_wherever_a_part_starts_and_ends(
+    kind: str, saved: Callable[[str], Saved]
+) -> None:
+    model = saved(kind)
+    engine = make_engine(model.folder)
+    images = engine.runner.rank.images  # type: ignore[attr-defined]
+    draw = random.Random(3)
+    for seed in range(6):
+        parts: list[Part] = text(seed, draw.randrange(1, 4))
+        for number in range(draw.randrange(1, 4)):  # transformers needs a token between two images
+            parts += [picture(number, draw.randrange(20, 300), draw.randrange(20, 300)), *text(number, 1 + seed % 3)]
+        parts = parts[: -1 - seed % 3] if seed % 2 else parts
+        spec, prompt = spec_of(engine, "one", parts), model.written(parts)
+        expected = model.model.model.get_rope_index(
+            torch.tensor([prompt.token_ids]),
+            mm_token_type_ids=prompt.inputs["mm_token_type_ids"],
+            image_grid_thw=prompt.inputs["image_grid_thw"],
+        )[0][:, 0]
+        length = len(prompt.token_ids)
+        for _ in range(40):
+            begin = draw.randrange(length)
+            end = draw.randrange(begin, length) + 1
+            part = step_part(spec, begin, end)
+            found = images.step_positions([part])
+            assert torch.equal(found.expand(3, -1), expected[:, begin:end])
+        for place in range(length, length + 3):
+            assert images.decode_position(step_part(spec, place, place + 1)) == expected.max() + 1 + place - length
+
+
+def step_part(spec: SequenceSpec, begin: int, end: int, **values: Any) -> StepPart:
+    return StepPart(
+        sequence_key=0,
+        token_ids=(5,) * (end - begin),
+        num_computed_tokens=begin,
+        block_ids=((),),
+        num_kv_tokens=(end,),
+        sample=False,
+        is_decoding=end == begin + 1,
+        sampling=spec.sampling,
+        choice_index=0,
+        num_prompt_tokens=spec.num_prompt_tokens,
+        images=spec.images,
+        **values,
+    )
+
+
+def test_graphs_of_decode_steps_get_the_positions(saved: Callable[[str], Saved]) -> None:
+    """A step with placeholders gets none, even if it is one token that samples."""
+
+    class Graphs:
+        def compute(self, step: RankStep, *others: Any) -> None:
+            given.append((step.parts, others[-1]))
+
+    model = saved("qwen2_vl")
+    engine = make_engine(model.folder)
+    images = engine.runner.rank.images  # type: ignore[attr-defined]
+    given: list[tuple[Sequence[StepPart], list[int] | None]] = []
+    engine.runner.rank._graphs = Graphs()  # type: ignore[attr-defined]
+    last = [*text(1, 29), picture(1)]  # its last token alone is a part of the second step
+    asked = [last, prompts()[0], prompts()[1]]
+    found, _ = answers(engine, [spec_of(engine, str(n), parts) for n, parts in enumerate(asked)], 1)
+    # If a prompt ends with an image, `generate` goes on from the place of its last patch, and not after the image.
+    assert sum(same_up_to_near_ties(each, model.refer(p)) for each, p in zip(found[1:], asked[1:], strict=True)) >= 1
+    assert any(positions is not None for _, positions in given)
+    for parts, positions in given:
+        assert not images.has_placeholders(parts)
+        if any(part.images for part in parts):
+            assert positions == [images.decode_position(part) for part in parts]
+        else:
+            assert positions is None
+    part = step_part(spec_of(engine, "one", prompts()[0]), 40, 41)
+    found_numbers, plain = padded_numbers([part], [7], 2, [23]), padded_numbers([part], [7], 2)
+    assert (found_numbers[1].tolist(), plain[1].tolist()) == ([23, 0], [40, 0])
+    assert torch.equal(found_numbers[2:], plain[2:])
 
 
 @pytest.mark.parametrize("kind", AGAIN)
@@ -538,6 +611,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         encoded(Image.new("1", (5001, 5000)), "PNG"),
         r"5001 x 5000 pixels, .* \(engine.max_image_pixels\)",
     ),
+    "a jpeg of many scans": (encoded(noise(400, 300), "JPEG")[:-2] + b"\xff\xda\0\2" * 101, "more than 100 scans"),
     "a moving gif": (frames("GIF"), "animated"),
     "a moving png": (frames("PNG"), "animated"),
     "a moving webp": (frames("WEBP"), "animated"),
