@@ -45,17 +45,18 @@ from router.dispatch.choice import Choice, ChoiceGroup
 from router.dispatch.decisions import DecisionLog
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.images import MAX_HOLDERS, SeenBook, Sighting
-from router.dispatch.worker_client import WorkerClient
+from router.dispatch.worker_client import WorkerCallError, WorkerClient
+from router.placement import Job
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
 from router.prompt import with_images
 from tests.support import builders
 from tests.support.eyes import picture
 from tests.unit.router.dispatch.scripted_workers import BLOCK, ticket
-from worker.calls import CallServicer
+from worker.calls import CallServicer, max_message_bytes
 
 CAT, DOG = picture("cat", 8), picture("dog", 8)
-TENANT, OTHER = Tenant("a"), Tenant("b")
+TENANT, OTHER = Tenant(id="a"), Tenant(id="b")
 HOLE = 7
 
 
@@ -187,7 +188,7 @@ async def test_a_repeated_image_is_looked_at_once_per_cache_scope() -> None:
             images = await bench.look(CAT, DOG, CAT)
             assert images.seen == (seen_of(CAT), seen_of(DOG), seen_of(CAT))
         assert p.looked == [(CAT, DOG)]
-        await bench.look(CAT, tenant=Tenant("c", cache_scope="a"))
+        await bench.look(CAT, tenant=Tenant(id="c", cache_scope="a"))
         assert len(p.looked) == 1
         await bench.look(CAT, tenant=OTHER)
         assert p.looked == [(CAT, DOG), (CAT,)]
@@ -223,9 +224,6 @@ async def test_who_is_much_busier_than_the_others_is_passed_over() -> None:
     async with bench_of(*eyes) as bench:
         await bench.look(CAT)
         busy, idle = sorted(eyes[:2], key=lambda each: -len(each.looked))
-        job: Any = builders.job(1000.0) if hasattr(builders, "job") else None
-        from router.placement import Job
-
         job = Job(turn=(0, False), compute_s=1000.0, num_prompt_tokens=10, num_expected_tokens=1)
         with bench.pools.computing(bench.pools.get(busy.worker_id), job):
             await bench.look(CAT, tenant=OTHER)
@@ -240,7 +238,7 @@ async def test_when_a_worker_fails_another_one_looks() -> None:
         await bench.servers[first.worker_id].stop(0)
         await bench.look(CAT, tenant=OTHER)
         assert second.looked == [(CAT,)]
-        await bench.look(CAT, tenant=Tenant("c"))  # who failed is not asked again at once
+        await bench.look(CAT, tenant=Tenant(id="c"))  # who failed is not asked again at once
         assert second.looked == [(CAT,)] * 2
 
 
@@ -281,6 +279,31 @@ async def test_an_answer_that_cannot_be_is_a_failure_of_its_worker(answer: SeenI
     async with bench_of(p) as bench:
         with pytest.raises(WorkerFailed, match="no valid answer about images"):
             await bench.look(CAT)
+
+
+async def test_a_worker_answers_about_images_as_long_as_a_requests_may_be_and_no_others() -> None:
+    (p,) = workers("p")
+    rpc = RpcServer(("baton.v1.WorkerCalls",), max_message_bytes=max_message_bytes(4096, takes_images=True))
+    worker_pb2_grpc.add_WorkerCallsServicer_to_server(CallServicer(look=p.look), rpc.server)
+    client, address = WorkerClient(), f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
+    await rpc.start()
+    try:
+        worker = builders.worker("p", address=address)
+        image = picture("long", 3 * 2**20)
+        assert await client.look(worker, [image]) == (seen_of(image),)
+        for images in ([image, picture("more", 2**15)], [b""] * 65):
+            with pytest.raises(WorkerCallError):
+                await client.look(worker, images)
+        assert p.looked == [(image,)]
+    finally:
+        await client.close()
+        await rpc.stop(0)
+    assert max_message_bytes(4096) < len(image)
+
+
+async def test_a_worker_without_eyes_says_so() -> None:
+    with pytest.raises(Unsupported, match="this worker takes no images"):
+        await CallServicer().Look(wire.look_request([CAT]), None)  # type: ignore[arg-type]
 
 
 async def test_without_workers_that_see_a_request_is_refused_at_once_and_without_workers_after_a_while() -> None:
