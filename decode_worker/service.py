@@ -49,6 +49,7 @@ class DecodeService:
                 serve: AsyncGenerator[Ticket | NewTokens] = self._after_kv_transfer(spec)
             else:
                 serve = self._aggregated(spec, request.source, tracing.context_of(span), request.images)
+                request = replace(request, images=())  # the engine keeps them; the answer may take long
             async with contextlib.aclosing(serve) as events:
                 async for event in events:
                     yield event
@@ -72,6 +73,7 @@ class DecodeService:
         pull_s = time.monotonic() - began_s if num_pulled else 0.0
         if images:
             await self._worker.engine.keep_images(images)
+            images = ()
         async with (
             self._worker.engine.sequence(spec, Purpose.GENERATE, arrived_s) as sequence,
             contextlib.aclosing(_tokens(sequence)) as new,

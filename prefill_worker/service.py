@@ -46,6 +46,7 @@ class PrefillService:
             pull_s = time.monotonic() - began_s if num_pulled else 0.0
             if request.images:
                 await worker.engine.keep_images(request.images)
+                request = replace(request, images=())  # the engine has them; the KV transfer may take long
             sequence = await stack.enter_async_context(worker.engine.sequence(spec, Purpose.PREFILL, arrived_s))
             admitted = await sequence.next()
             assert isinstance(admitted, Admitted)

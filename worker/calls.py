@@ -17,6 +17,7 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -139,9 +140,11 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
                         outbox.put((command.call_id, to_failed(taken)))
                     else:
                         call = calls[command.call_id] = asyncio.create_task(self._run(command, outbox))
-                        self._running[call] = command, outbox
+                        self._running[call] = _without_images(command), outbox
                         self._is_idle.clear()
                         call.add_done_callback(partial(self._forget, calls, command.call_id))
+                    del command
+                del frame  # it may hold images, and the next one may take long
         finally:
             writing.cancel()
             for call in calls.values():
@@ -166,6 +169,7 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         call_id = start.call_id
         try:
             async with contextlib.aclosing(self._events(start)) as events:
+                del start  # its images are no longer needed once the engine has them
                 async for event in events:
                     outbox.put((call_id, event))
             outbox.put((call_id, CallEnded()))
@@ -198,6 +202,13 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         del calls[call_id], self._running[call]
         if not self._running:
             self._is_idle.set()
+
+
+def _without_images(start: StartCall) -> StartCall:
+    """Return a call as it is kept while it runs."""
+    if isinstance(start.request, PrefillRequest | DecodeRequest) and start.request.images:
+        return replace(start, request=replace(start.request, images=()))
+    return start
 
 
 def require_servable(spec: SequenceSpec) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -45,14 +47,16 @@ from router.dispatch.choice import Choice, ChoiceGroup
 from router.dispatch.decisions import DecisionLog
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.images import MAX_HOLDERS, SeenBook, Sighting
-from router.dispatch.worker_client import WorkerClient
+from router.dispatch.worker_client import WorkerCallError, WorkerClient
+from router.placement import Job
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
 from router.prompt import with_images
 from tests.support import builders
 from tests.support.eyes import picture
+from tests.support.waiting import until
 from tests.unit.router.dispatch.scripted_workers import BLOCK, ticket
-from worker.calls import CallServicer
+from worker.calls import CallServicer, max_message_bytes
 
 CAT, DOG = picture("cat", 8), picture("dog", 8)
 TENANT, OTHER = Tenant(id="a"), Tenant(id="b")
@@ -113,7 +117,8 @@ class Bench:
     """A router's part that deals with images, and its workers."""
 
     def __init__(self, client: WorkerClient, config: RouterConfig) -> None:
-        self.pools = PoolView(lambda keys: {}, lambda: 0.0)
+        self.num_cached: dict[str, int] = {}
+        self.pools = PoolView(lambda keys: dict(self.num_cached), lambda: 0.0)
         self.looker = ImageLooker(pools=self.pools, client=client, config=config)
         instruments = Instruments(builders.cluster_status)
         self.dispatcher = Dispatcher(
@@ -132,13 +137,10 @@ class Bench:
         workers = []
         for each in eyes:
             role = Role.PREFILL if each.worker_id.startswith("p") else Role.DECODE
-            info: dict[str, Any] = {
-                "address": self.addresses[each.worker_id],
-                "block_size": BLOCK,
-                "known_fields": wire.KNOWN_FIELDS,
-            }
-            sees = {"takes_images": each.worker_id not in blind, "image_placeholder": HOLE}
-            workers.append(builders.worker(each.worker_id, role, epoch=epoch, **(info | sees | more)))
+            info: dict[str, Any] = {"address": self.addresses[each.worker_id], "block_size": BLOCK}
+            info |= {"known_fields": wire.KNOWN_FIELDS, "takes_images": each.worker_id not in blind}
+            info |= {"image_placeholder": HOLE, "epoch": epoch, **more}
+            workers.append(builders.worker(each.worker_id, role, **info))
         await self.pools.update(workers)
 
     async def look(self, *images: bytes, tenant: Tenant = TENANT) -> RequestImages:
@@ -227,9 +229,6 @@ async def test_who_is_much_busier_than_the_others_is_passed_over() -> None:
     async with bench_of(*eyes) as bench:
         await bench.look(CAT)
         busy, idle = sorted(eyes[:2], key=lambda each: -len(each.looked))
-        job: Any = builders.job(1000.0) if hasattr(builders, "job") else None
-        from router.placement import Job
-
         job = Job(turn=(0, False), compute_s=1000.0, num_prompt_tokens=10, num_expected_tokens=1)
         with bench.pools.computing(bench.pools.get(busy.worker_id), job):
             await bench.look(CAT, tenant=OTHER)
@@ -287,6 +286,31 @@ async def test_an_answer_that_cannot_be_is_a_failure_of_its_worker(answer: SeenI
             await bench.look(CAT)
 
 
+async def test_a_worker_answers_about_images_as_long_as_a_requests_may_be_and_no_others() -> None:
+    (p,) = workers("p")
+    rpc = RpcServer(("baton.v1.WorkerCalls",), max_message_bytes=max_message_bytes(4096, takes_images=True))
+    worker_pb2_grpc.add_WorkerCallsServicer_to_server(CallServicer(look=p.look), rpc.server)
+    client, address = WorkerClient(), f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
+    await rpc.start()
+    try:
+        worker = builders.worker("p", address=address)
+        image = picture("long", 3 * 2**20)
+        assert await client.look(worker, [image]) == (seen_of(image),)
+        for images in ([image, picture("more", 2**15)], [b""] * 65):
+            with pytest.raises(WorkerCallError):
+                await client.look(worker, images)
+        assert p.looked == [(image,)]
+    finally:
+        await client.close()
+        await rpc.stop(0)
+    assert max_message_bytes(4096) < len(image)
+
+
+async def test_a_worker_without_eyes_says_so() -> None:
+    with pytest.raises(Unsupported, match="this worker takes no images"):
+        await CallServicer().Look(wire.look_request([CAT]), None)  # type: ignore[arg-type]
+
+
 async def test_without_workers_that_see_a_request_is_refused_at_once_and_without_workers_after_a_while() -> None:
     p, d = workers("p", "d")
     async with bench_of(p, d, leased=False) as bench:
@@ -323,6 +347,19 @@ async def test_another_worker_gets_the_bytes_once_each() -> None:
         await bench.answer(images)
         assert other.got == [(CAT, DOG), ()]
         assert not looked.got
+
+
+async def test_images_in_the_prefix_that_a_worker_caches_are_not_sent() -> None:
+    """The first image ends after 72 of the prompt's 114 tokens, the second one after 113."""
+    p, d = workers("p", "d")
+    async with bench_of(p, d, mode="disaggregated") as bench:
+        images = await bench.look(CAT, DOG)
+        for num_blocks, expected in ((4, (CAT, DOG)), (5, (DOG,))):
+            for sighting in images.sightings:
+                sighting.holders.clear()
+            bench.num_cached["p"] = num_blocks
+            await bench.answer(images)
+            assert p.got[-1] == expected
 
 
 async def test_a_worker_that_has_started_again_gets_the_bytes() -> None:
@@ -396,3 +433,32 @@ def test_a_few_holders_of_an_image_are_remembered() -> None:
     assert [one.is_held_by(worker) for worker in holders] == [False] + [True] * MAX_HOLDERS
     one.forget(holders[-1])
     assert not one.is_held_by(holders[-1])
+
+
+async def test_a_worker_keeps_no_images_of_a_call_that_goes_on() -> None:
+    """Its engine has them. Nothing else of the worker's refers to them while the answer is generated."""
+    p, d = workers("p", "d")
+    goes_on = asyncio.Event()
+    kept: list[int] = []
+
+    async def decode(request: DecodeRequest, _: Context) -> AsyncGenerator[Event]:
+        assert request.images == (CAT,)
+        request = replace(request, images=())
+        yield NewTokens(token_ids=(6,), finish_reason=None, report=PrefillReport())
+        gc.collect()
+        kept.append(sum(type(each) is DecodeRequest and bool(each.images) for each in gc.get_objects()))
+        await goes_on.wait()
+        yield NewTokens(token_ids=(6,), finish_reason=FinishReason.LENGTH)
+
+    d.decode = decode  # type: ignore[method-assign]
+    async with bench_of(p, d, mode="aggregated") as bench:
+        images = await bench.look(CAT)
+        d.held.clear()
+        for each in images.sightings:
+            each.holders.clear()
+        answering = asyncio.create_task(bench.answer(images))
+        await until(lambda: kept != [])
+        goes_on.set()
+        found, _ = await answering
+    assert found == [6, 6]
+    assert kept == [0]

@@ -16,6 +16,7 @@ from baton.cluster import Role
 from baton.costs import PRIOR
 from router.placement import (
     Candidate,
+    ImageCosts,
     Mode,
     Objective,
     Placement,
@@ -521,6 +522,29 @@ def test_in_a_large_pool_nobody_who_is_not_looked_at_costs_less(seed: int, mode:
     assert rest_s[near.decode_worker] <= (1 + policy.EQUAL_SHARE) * min(rest_s.values())
     if near.source:
         assert near.source_tokens == max(candidate.num_cached_tokens for candidate in pool)
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "aggregated"])
+def test_a_worker_that_holds_the_images_is_preferred_by_their_costs(mode: str) -> None:
+    make = prefill if mode == "disaggregated" else decode
+
+    def computes(wait_s: float, held: float = 1.0, num_cached_tokens: int = 0) -> str:
+        images = ImageCosts(total_s=1.0, saved_s={"holder": held}, end=500)
+        pool = [make("holder", wait_s), make("other", num_cached_tokens=num_cached_tokens), decode("d", 90.0)]
+        return chosen(pool, mode, images=images, pull_above_tokens=5000)[0]
+
+    assert computes(0.9) == "holder"
+    assert computes(1.1) == "other"
+    assert computes(0.6, held=0.5) == "other", "it holds half of them"
+    assert computes(0.9, num_cached_tokens=512) == "other", "it computes none of them"
+
+
+def test_in_a_large_pool_the_holders_of_images_are_looked_at() -> None:
+    """Others have less to do; but not by as much as the images cost."""
+    pool = [prefill(f"p{i}") for i in range(40)] + [prefill("holder", 0.5), decode("d")]
+    images = ImageCosts(total_s=1.0, saved_s={"holder": 1.0}, end=500)
+    assert chosen(pool, "disaggregated", images=images)[0] == "holder"
+    assert chosen(pool, "disaggregated")[0] != "holder"
 
 
 def test_in_a_large_pool_at_rest_every_worker_gets_sessions() -> None:
