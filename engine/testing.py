@@ -128,6 +128,7 @@ class ArithmeticRunner:
         self.max_model_len = min(max_model_len, num_blocks * block_size)
         self.eos_token_ids = eos_token_ids
         self.layer_s = layer_s
+        self.num_start_tokens = 0
         self.token_s = token_s
         self._last_tokens = LastTokens()
         self.max_adapters = max_adapters

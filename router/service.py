@@ -35,7 +35,7 @@ from opentelemetry.context import Context
 from baton.api import GenerateChunk, GenerateRequest, ModelCard, PromptInput, PromptScores, Truncation
 from baton.config import RouterConfig
 from baton.errors import InvalidRequest
-from baton.messages import NewTokens, PlacedImage
+from baton.messages import Adapter, NewTokens, PlacedImage, SequenceSpec
 from baton.registered_adapters import NO_ADAPTERS, Adapters, RegisteredAdapter
 from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
@@ -223,19 +223,17 @@ class RouterService:
                 self._image_memory.holding(request.prompt, tenant.id) as encoded,
             ):
                 settle.charge = self._accounts.arrive(tenant, params.num_answers)
-                prompt_ids, placed, images = await self._prompt(request, encoded, params, tenant)
+                prompt = await self._prompt(request, encoded, params, tenant)
                 params = with_lengths(
-                    params, request.sampling, len(prompt_ids), facts, shortens=request.shortens_answer
+                    params, request.sampling, len(prompt.token_ids), facts, shortens=request.shortens_answer
                 )
                 check_resume(request, params)
-                params, plan = await self._planned(request.prompt, prompt_ids, params, tenant)
-                await settle.charge.book(len(prompt_ids), self._num_to_reserve(request, params))
-                spec = self._sequences.build(key.request_id, prompt_ids, params, tenant)
-                if adapter is not None or placed:
-                    spec = replace(spec, adapter=adapter, images=placed)
+                params, plan = await self._planned(request.prompt, prompt.token_ids, params, tenant)
+                await settle.charge.book(len(prompt.token_ids), self._num_to_reserve(request, params))
+                spec = self._sequence(key.request_id, prompt, params, tenant, adapter)
                 digest = digest_of(self.model.content_id, spec)
                 noted = await self._begun(key, digest, params, request.resume_from, past)
-                group = ChoiceGroup.begin(spec, claim, settle.trace, params.num_answers, noted, images=images)
+                group = ChoiceGroup.begin(spec, claim, settle.trace, params.num_answers, noted, images=prompt.images)
                 call.begin(digest, group)
                 settle.begin(group, params, request.resume_from, digest)
                 selection = AnswerSelection(params, request.resume_from)
@@ -280,13 +278,16 @@ class RouterService:
     async def _prompt(
         self, request: GenerateRequest, encoded: Sequence[bytes], params: SamplingParams, tenant: Tenant
     ) -> _Prompt:
-        """Return a request's prompt, truncated as it asks for.
+        """Return a request's prompt, truncated as it asks for, and with the start of a decoder if the model has one.
 
         Args:
             encoded: its images.
         """
         truncation = truncation_of(request.truncation, params, self.facts)
-        return await self._encoded(request.prompt, encoded, tenant, truncation)
+        prompt = await self._encoded(request.prompt, encoded, tenant, truncation)
+        if start_ids := self.model.tokenizer.decoder_start_ids:
+            prompt = prompt._replace(token_ids=prompt.token_ids + start_ids)
+        return prompt
 
     async def _encoded(
         self, prompt: PromptInput, encoded: Sequence[bytes], tenant: Tenant, truncation: Truncation | None
@@ -303,6 +304,13 @@ class RouterService:
         token_ids, placed = with_images(written, placeholder, images.seen)
         check_prompt(token_ids, self.facts)
         return _Prompt(token_ids, placed, images)
+
+    def _sequence(
+        self, request_id: str, prompt: _Prompt, params: SamplingParams, tenant: Tenant, adapter: Adapter | None
+    ) -> SequenceSpec:
+        """Return the sequence of a request's first choice."""
+        spec = self._sequences.build(request_id, prompt.token_ids, params, tenant)
+        return replace(spec, adapter=adapter, images=prompt.placed) if adapter is not None or prompt.placed else spec
 
     def _num_to_reserve(self, request: GenerateRequest, params: SamplingParams) -> int:
         """Return the number of tokens to reserve for a request's answers.

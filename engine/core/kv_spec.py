@@ -145,8 +145,6 @@ class KVSpec:
     whole_prompts: bool = False
     """True if a prompt must be computed in one step: the model cannot continue a state by several tokens, or an encoder
     reads the prompt in both directions."""
-    num_start_tokens: int = 0
-    """Tokens at the end of a prompt with which the decoder starts, if an encoder reads the others; 0: no encoder."""
 
     @property
     def block_size(self) -> int:

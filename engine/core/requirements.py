@@ -23,10 +23,10 @@ def require_computable(spec: SequenceSpec, runner: Runner) -> None:
         raise InvalidRequest(
             f"{len(spec.token_ids)} tokens do not fit; this worker takes 1 to {runner.max_model_len - 1}"
         )
-    if runner.spec.num_start_tokens:
+    if runner.num_start_tokens:
         if spec.sampling.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs needs a model that continues its prompt; this one encodes it")
-        if spec.num_prompt_tokens <= runner.spec.num_start_tokens:
+        if spec.num_prompt_tokens <= runner.num_start_tokens:
             raise InvalidRequest("the prompt is empty; send at least one token")
     begun = (beam.token_ids for beam in (*spec.hypotheses.running, *spec.hypotheses.finished))
     for ids in (spec.token_ids, *spec.sampling.named_token_ids.values(), *begun):

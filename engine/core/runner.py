@@ -338,6 +338,8 @@ class Runner(Protocol):
     """True if a launched step continues by itself, on a device."""
     images: ImageStore | str
     """Images of its sequences' prompts; a text: the reason why it takes none."""
+    num_start_tokens: int
+    """Tokens at the end of a prompt with which the decoder starts, if an encoder reads the others; 0: no encoder."""
     token_s: float
     """Seconds per token in the runner's first trial step; 0: that says nothing about later steps."""
     max_adapters: int

@@ -102,8 +102,8 @@ class EncoderDecoderRunner(LogitsRunner):
         asked = pretrained.ask_folder(folder, config)
         on_gpu = model.device != "cpu" and torch.cuda.is_available()
         super().__init__(model, engine, asked.shape, [torch.device("cuda" if on_gpu else "cpu")])
-        self._num_start = len(decoder_start_ids(folder))
-        self.spec = replace(self.spec, whole_prompts=True, num_start_tokens=self._num_start)
+        self.num_start_tokens = len(decoder_start_ids(folder))
+        self.spec = replace(self.spec, whole_prompts=True)
         self.cache.spec = self.spec
         most = self.batch.max_num_batched_tokens - self.batch.max_num_seqs + 1
         self.max_model_len = min(self.max_model_len, most)
@@ -142,7 +142,7 @@ class EncoderDecoderRunner(LogitsRunner):
 
     def _decoded(self, part: StepPart) -> torch.Tensor:
         """Compute one sequence's part and return the logits of the decoder's tokens, `[tokens, vocabulary]`."""
-        num_encoded, begin = part.num_prompt_tokens - self._num_start, part.num_computed_tokens
+        num_encoded, begin = part.num_prompt_tokens - self.num_start_tokens, part.num_computed_tokens
         table = torch.tensor(part.block_ids[0], device=self.cache.device)
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         is_new = begin < num_encoded
@@ -202,7 +202,7 @@ class EncoderDecoderRunner(LogitsRunner):
 
     def _probe_steps(self, tokens: list[int], num_encoded: int) -> Iterator[RankStep]:
         """Yield steps over a sequence, the first of which has the prompt and start tokens; each needs all logits."""
-        first = num_encoded + self._num_start
+        first = num_encoded + self.num_start_tokens
         for step in steps(tokens, self.spec, (first, first + 3, *range(first + 4, len(tokens) + 1))):
             (part,) = step.parts
             num_own = part.end - max(part.num_computed_tokens, num_encoded)

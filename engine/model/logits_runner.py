@@ -73,6 +73,8 @@ class LogitsRunner(ABC):
     runs_ahead = False
     images: ImageStore | str = "only the transformers runner computes them"
     """See `Runner.images`."""
+    num_start_tokens = 0
+    """See `Runner.num_start_tokens`."""
     token_s = 0.0
     """See `Runner.token_s`."""
     max_adapters = 0

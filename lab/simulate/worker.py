@@ -93,6 +93,7 @@ class CostlyRunner:
     max_adapters = 0
     computes = Computes()
     expert_tokens = ()
+    num_start_tokens = 0
 
     def __init__(self, shape: WorkerShape) -> None:
         self.spec = shape.spec

@@ -15,7 +15,7 @@ import tokenizers
 
 from baton.api import Chat
 from baton.errors import InvalidRequest, ModelLoadError
-from baton.model_files import of_text, read_json, unapplied_recommendations, whole
+from baton.model_files import decoder_start_ids, of_text, read_json, unapplied_recommendations, whole
 from baton.rust import complaint_of
 from baton.sampling import SamplingParams
 from baton.tokenizer_file import end_of_sequence_ids, read_tokenizer, special_tokens
@@ -62,6 +62,8 @@ class Tokenizer:
     """Special tokens such as <|im_end|>, which have no text."""
     eos_ids: tuple[int, ...]
     """Tokens that end an answer."""
+    decoder_start_ids: tuple[int, ...]
+    """Tokens that follow a prompt that an encoder reads; empty: the model has no encoder."""
     max_model_len: int
     """Context window of the model in tokens (prompt and answer); 0: the model does not declare it."""
     longest_token: int
@@ -108,6 +110,7 @@ class Tokenizer:
             longest_token=max(map(len, vocabulary), default=1),
             special_ids=frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special),
             eos_ids=end_of_sequence_ids(folder),
+            decoder_start_ids=decoder_start_ids(folder),
             max_model_len=next((int(value) for name in LENGTH_NAMES if (value := of_text(config, name))), 0),
             default_sampling=_default_sampling(
                 read_json(folder / "generation_config.json"), frozenset(vocabulary.values())
