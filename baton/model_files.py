@@ -124,8 +124,8 @@ def require_runnable(folder: Path) -> None:
     _require_sizes(path, config)
     if (folder / "adapter_config.json").is_file():
         raise ModelLoadError(
-            f"{folder} holds an adapter (adapter_config.json), which this version does not apply; merge it into the "
-            "model's weights"
+            f"{folder} holds an adapter (adapter_config.json) and not a model; serve the model that it was trained "
+            "for, and add the adapter to that (docs/adapters.md)"
         )
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):

@@ -19,6 +19,7 @@ With several ranks A and B are divided as their map is: by output (B), or by inp
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -315,7 +316,8 @@ class ModelAdapters:
         num_out, num_in = piece.end - piece.begin, weight.shape[1]
         widths = (local.shape[1], local.shape[0] if split == 0 else num_out)
         rank = _padded(self._max_rank, local.element_size())
-        zeros = lazy_zeros if local.device.type == "cpu" else torch.zeros
+        small = functools.partial(lazy_zeros, in_huge_pages=False)  # an adapter uses little of each stack
+        zeros = small if local.device.type == "cpu" else torch.zeros
         a, b = (zeros(self._num_slots, rank, width, dtype=local.dtype, device=local.device) for width in widths)
         return _Stack(piece.name, (num_in, num_out), split, piece.begin, (a, b))
 

@@ -147,8 +147,11 @@ class KVCache:
             self.groups[copy.group][:, copy.target] = self.groups[copy.group][:, copy.source]
 
 
-def lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device, in_huge_pages: bool = True) -> torch.Tensor:
     """Return zeros on a CPU, page-aligned. Unlike `torch.zeros`, memory is allocated when it is first used.
+
+    Args:
+        in_huge_pages: whether it is allocated in pieces of megabytes, if the system can.
 
     Raises:
         ModelLoadError: the system does not promise so much.
@@ -164,7 +167,7 @@ def lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.T
             "engine.kv_cache_gib or engine.max_adapters"
         ) from error
     with contextlib.suppress(AttributeError, OSError):  # not available on this system or kernel
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        pages.madvise(mmap.MADV_HUGEPAGE if in_huge_pages else mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
 

@@ -143,14 +143,14 @@ class Gate:
 
 @contextlib.asynccontextmanager
 async def running(
-    max_adapters: int = 2, is_open: bool = True, max_waiting: int = 64, **shape: Any
+    max_adapters: int = 2, is_open: bool = True, max_waiting: int = 64, plans_ahead: bool = False, **shape: Any
 ) -> AsyncIterator[tuple[EngineLoop, Gate]]:
     engine = make_engine(max_adapters=max_adapters, **shape)
     assert isinstance(engine.runner, ArithmeticRunner)
     gate = Gate(engine.runner)
     if is_open:
         gate.is_open.set()
-    loop = EngineLoop(engine, max_waiting)
+    loop = EngineLoop(engine, max_waiting, plans_ahead=plans_ahead)
     task = asyncio.create_task(loop.run())
     try:
         yield loop, gate
@@ -409,12 +409,16 @@ async def test_choices_and_beams_hold_the_slot_until_the_last_of_them_ends(adapt
         assert max(held) >= 5
 
 
-async def test_sequences_that_come_go_and_are_cancelled_at_random_leave_nothing(adapters: list[Adapter]) -> None:
+@pytest.mark.parametrize("plans_ahead", [False, True])
+async def test_sequences_that_come_go_and_are_cancelled_at_random_leave_nothing(
+    plans_ahead: bool, adapters: list[Adapter]
+) -> None:
+    """Some are preempted."""
     draw = random.Random(5)
-    async with running(max_adapters=2, num_blocks=24, layer_s=0.0005) as (loop, _):
+    async with running(2, plans_ahead=plans_ahead, num_blocks=12, output_reservation=1) as (loop, _):
 
         async def one(number: int) -> None:
-            spec = spec_of(draw.choice([*adapters, None]), f"{number}", draw.randrange(1, 30), tuple(range(1, 20)))
+            spec = spec_of(draw.choice([*adapters, None]), f"{number}", draw.randrange(1, 60), tuple(range(1, 20)))
             await asyncio.sleep(draw.random() * 0.3)
             task = asyncio.create_task(answer(loop, spec))
             if draw.random() < 0.4:
@@ -424,3 +428,4 @@ async def test_sequences_that_come_go_and_are_cancelled_at_random_leave_nothing(
                 assert await task == told(spec)
 
         await asyncio.gather(*(one(number) for number in range(60)))
+        assert loop.load().preemptions > 0
