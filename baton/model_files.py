@@ -105,7 +105,7 @@ def unapplied_recommendations(folder: Path) -> dict[str, Any]:
     """Return the recommendations of generation_config.json that this version does not apply, by name."""
     generation = read_json(folder / "generation_config.json")
     applied = {"forced_bos_token_id"} if decoder_start_ids(folder) else set()
-    said = {name: generation.get(name) for name in UNAPPLIED_UNLESS.keys() - applied}
+    said = {name: generation.get(name) for name in UNAPPLIED_UNLESS if name not in applied}
     return {name: value for name, value in said.items() if value not in (None, [], UNAPPLIED_UNLESS[name])}
 
 

@@ -152,6 +152,17 @@ LOAD = Section(
                 "{{worker}} ({{role}})": f"max by (worker, role) (baton_adapters_resident{{$cluster, {OF_WORKER}}})",
             },
         ),
+        Panel(
+            title="Busiest expert",
+            description="Tokens of the busiest expert of a worker, divided by the mean of all its experts, if its ranks "
+            "have whole experts (engine.expert_parallel). Far above 1: one rank computes while the others wait.",
+            unit="short",
+            queries={
+                "{{worker}} ({{role}})": "max by (worker, role) (rate(baton_expert_tokens_total"
+                f"{{$cluster, {OF_WORKER}}}[$__rate_interval])) / avg by (worker, role) "
+                f"(rate(baton_expert_tokens_total{{$cluster, {OF_WORKER}}}[$__rate_interval]))"
+            },
+        ),
     ),
 )
 

@@ -168,7 +168,7 @@ def test_each_recommendation_that_changes_an_answer_is_named(name: str, value: o
         ({"architectures": ["Qwen3Model"]}, "holds a Qwen3Model; this version runs models that continue a text"),
         (
             {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
-            "holds a model of type 't5' with an encoder for its input and a decoder for its output",
+            "holds a model with an encoder and a decoder, and no file names its decoder_start_token_id",
         ),
         ({"model_type": None}, "has no model_type"),
         (

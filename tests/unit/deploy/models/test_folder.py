@@ -283,7 +283,7 @@ def test_of_the_hub_comes_what_is_wanted(folder: Path, monkeypatch: pytest.Monke
 def test_the_weights_of_a_model_that_does_not_run_are_not_fetched(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (folder / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
+    (folder / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
     asked: list[list[str]] = []
 
     def snapshot_download(_: str, *, allow_patterns: list[str], **__: object) -> str:
@@ -291,7 +291,7 @@ def test_the_weights_of_a_model_that_does_not_run_are_not_fetched(
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ModelLoadError, match="type 't5' with an encoder for its input"):
+    with pytest.raises(ModelLoadError, match="holds a BertModel"):
         resolve(ModelConfig(id="org/Model"), folder)
     assert asked == [["*.json", "*.jinja"]]
 
