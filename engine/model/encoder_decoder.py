@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 ATTENTION = "eager"
 """Transformers' attention, which all of these models support, with their position biases."""
-UNSUPPORTED = ("tensor_parallel", "expert_parallel", "batch_invariant", "attention", "draft_model")
+UNSUPPORTED = ("tensor_parallel", "expert_parallel", "batch_invariant", "attention", "draft_model", "max_adapters")
 """Settings that have no meaning for these models."""
 DEFAULT_LENGTH = 512
 """Maximum length of models without a limit of their own, such as T5."""

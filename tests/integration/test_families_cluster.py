@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -37,6 +37,8 @@ class Served:
 
     cluster: Cluster
     references: list[Reference]
+    prompts: list[list[int]] = field(default_factory=prompts)
+    num_tokens: int = NUM_TOKENS
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -70,11 +72,11 @@ def answered(served: Served, end: Callable[[psutil.Process], None]) -> tuple[lis
         Stream(
             inference=cluster.inference,
             prompt=prompt,
-            max_tokens=NUM_TOKENS,
+            max_tokens=served.num_tokens,
             fields={"request_id": f"{end.__name__}-{number}"},
             timeout_s=240,
         ).start()
-        for number, prompt in enumerate(prompts())
+        for number, prompt in enumerate(served.prompts)
     ]
     wait_until(lambda: all(len(each.tokens) >= NUM_BEFORE for each in streams), 60.0, every_s=0.005)
     on = [cluster.client.explain(f"{end.__name__}-{number}")[0].decode_worker for number in range(len(streams))]
@@ -86,7 +88,7 @@ def answered(served: Served, end: Callable[[psutil.Process], None]) -> tuple[lis
         assert stream.wait().error is None
         same.append(same_up_to_near_ties(stream.tokens, reference))
     print(f"{end.__name__}: {on.count(leaver)} of {len(on)} on {leaver}, after {most} tokens at most; same: {same}")
-    assert most < NUM_TOKENS / 2, "the worker was to end in the midst of its answers"
+    assert most < served.num_tokens / 2, "the worker was to end in the midst of its answers"
     assert sum(same) >= 4
     begun = [stream for stream, worker in zip(streams, on, strict=True) if worker == leaver]
     assert leaver not in {stream.timing.decode_worker for stream in begun}

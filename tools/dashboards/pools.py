@@ -154,7 +154,7 @@ LOAD = Section(
         ),
         Panel(
             title="Busiest expert",
-            description="Tokens of the busiest expert of a worker, divided by the mean of all its experts, if its ranks "
+            description="Tokens of the busiest expert of a worker, divided by the mean of all its experts, if ranks "
             "have whole experts (engine.expert_parallel). Far above 1: one rank computes while the others wait.",
             unit="short",
             queries={

@@ -60,7 +60,7 @@ def test_it_warns_of_what_a_user_would_miss(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "check", "sentence"),
     [
-        ("config.json", {"model_type": "t5", "is_encoder_decoder": True}, "model", "no file names its decoder_start_token_id"),
+        ("config.json", {"model_type": "t5", "is_encoder_decoder": True}, "model", "no file names its decoder_start"),
         ("model.safetensors.index.json", {"weight_map": {"x": "y.safetensors"}}, "model", "lacks y.safetensors"),
         ("tokenizer_config.json", {"eos_token": 3}, "tokenizer", "3 is no token"),
         ("generation_config.json", {"temperature": "warm"}, "tokenizer", "recommends invalid values"),
