@@ -41,7 +41,7 @@ def run(quick: bool, parts: Collection[str] = PARTS) -> Report:
     num_rounds, num_steps = (2, 5) if quick else (9, 12)
     table = Table(
         f"Decode steps, SmolLM2-135M in float32 on transformers, rank {RANK}, all projections, {num_rounds} rounds",
-        ("streams", "", "ms a step", "times no adapters", "gate", "kept"),
+        ("streams", "", "ms a step", "times no adapters", "by CPU time", "gate", "kept"),
     )
     for count in (number for number in NUM_STREAMS if str(number) in parts):
         steps = {
@@ -51,11 +51,11 @@ def run(quick: bool, parts: Collection[str] = PARTS) -> Report:
             ALL: (adapted, _step(count, range(1, NUM_ADAPTERS + 1))),
         }
         with OtherWork() as others:
-            took = _rounds(steps, num_rounds, num_steps)
-        for name, times in took.items():
-            times_none = ratio(times, took[NONE])
-            gate = (f"<= {GATE}", verdict(times_none.median <= GATE, others.cores)) if name == UNUSED else ("", "")
-            table.rows.append((str(count), name, spread([1e3 * each for each in times]), times_none, *gate))
+            walls, cpus = _rounds(steps, num_rounds, num_steps)
+        for name, times in walls.items():
+            of_none, by_cpu = ratio(times, walls[NONE]), ratio(cpus[name], cpus[NONE])
+            gate = (f"<= {GATE}", verdict(of_none.median <= GATE, others.cores)) if name == UNUSED else ("", "")
+            table.rows.append((str(count), name, spread([1e3 * each for each in times]), of_none, by_cpu, *gate))
     return Report("adapters", [table])
 
 
@@ -92,18 +92,20 @@ def _step(count: int, slots: Sequence[int]) -> StepInput:
 
 def _rounds(
     steps: Mapping[str, tuple[TransformersRunner, StepInput]], num_rounds: int, num_steps: int
-) -> dict[str, list[float]]:
-    """The median time of a step in each round, in which the arms take turns step by step."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """The median time of a step in each round, in which the arms take turns step by step; and its CPU time."""
+    walls: dict[str, list[float]] = {name: [] for name in steps}
+    cpus: dict[str, list[float]] = {name: [] for name in steps}
     for runner, step in steps.values():
         runner.execute(step)
     for _ in range(num_rounds):
-        took: dict[str, list[float]] = {name: [] for name in steps}
+        took: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
         for name in interleaved(tuple(steps), num_steps):
             runner, step = steps[name]
-            began_s = time.perf_counter()
+            began_s, began_cpu_s = time.perf_counter(), time.process_time()
             runner.execute(step)
-            took[name].append(time.perf_counter() - began_s)
+            took[name].append((time.perf_counter() - began_s, time.process_time() - began_cpu_s))
         for name, times in took.items():
-            found[name].append(statistics.median(times))
-    return found
+            walls[name].append(statistics.median(wall_s for wall_s, _ in times))
+            cpus[name].append(statistics.median(cpu_s for _, cpu_s in times))
+    return walls, cpus
