@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NoReturn
 
-from baton.errors import BatonError, DeviceLost, ImagesMissing, LostInStep, Overloaded, WorkerFailed
+from baton.errors import BatonError, DeviceLost, LostInStep, Overloaded, WorkerFailed
 from baton.hypotheses import Hypotheses
 from baton.messages import SeenImage, SequenceSpec
 from baton.tasks import seen_through
@@ -167,8 +167,6 @@ class EngineLoop:
         store.require_placed(spec)
         with store.pinned(spec.images):
             if purpose is not Purpose.RECEIVE:
-                if not store.holds(spec.images):
-                    raise ImagesMissing
                 num_cached = 0
                 if spec.sampling.prompt_logprobs is None:
                     keys = spec.block_keys(spec.token_ids, block_size=self.engine.pool.key_tokens)
