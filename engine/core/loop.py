@@ -13,15 +13,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from baton.adapters import AdapterFacts
-from baton.errors import (
-    BatonError,
-    DeviceLost,
-    ImagesMissing,
-    InvalidRequest,
-    LostInStep,
-    Overloaded,
-    WorkerFailed,
-)
+from baton.errors import BatonError, DeviceLost, InvalidRequest, LostInStep, Overloaded, WorkerFailed
 from baton.hypotheses import Hypotheses
 from baton.messages import SeenImage, SequenceSpec
 from baton.tasks import seen_through
@@ -188,8 +180,6 @@ class EngineLoop:
         store.require_placed(spec)
         with store.pinned(spec.images):
             if purpose is not Purpose.RECEIVE:
-                if not store.holds(spec.images):
-                    raise ImagesMissing
                 num_cached = 0
                 if spec.sampling.prompt_logprobs is None:
                     keys = spec.block_keys(spec.token_ids, block_size=self.engine.pool.key_tokens)

@@ -162,7 +162,8 @@ class ServingEngine(Protocol):
             Unsupported: it has an adapter, and this engine holds none.
             WorkerFailed: this worker cannot load its adapter.
             TransferRefused: it cannot continue from KV of another worker.
-            ImagesMissing: it is computed here, and `look` or `keep_images` has not received all its images lately.
+            ImagesMissing: it is computed here, and an image is neither cached, nor has `look` or `keep_images` received
+                it lately.
             Unsupported: it has images, and the model takes none here.
             DeviceLost: the device cannot compute any more.
         """

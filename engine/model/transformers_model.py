@@ -381,7 +381,7 @@ class ModelRank:
             for name in asked.unused:
                 owner, _, attribute = name.rpartition(".")
                 setattr(self.model.get_submodule(owner), attribute, None)
-        elif asked.unused:
+        elif asked.unused and self.images:
             logger.info("this worker takes no images: %s", self.images)
         if asked.unused:
             logger.info("this worker serves text: %s of the checkpoint are not loaded", ", ".join(asked.unused))

@@ -53,6 +53,7 @@ def another(name: str, value: Any) -> Any:
             "kv_cache_gib",
             "runner",
             "speculation",
+            "images",
         ):
             other = {
                 "nccl_mode": "blocking-lazy",
@@ -66,7 +67,7 @@ def another(name: str, value: Any) -> Any:
                 "max_num_batched_tokens": 528,
                 "plan_ahead": True,
             }
-            return (other | {"runner": "transformers", "speculation": "off"})[name]
+            return (other | {"runner": "transformers", "speculation": "off", "images": "off"})[name]
         case float() if name == "memory_share":
             return 0.5
         case float() | int() if name == "ping_s":  # must not exceed others
