@@ -220,6 +220,13 @@ def test_what_cannot_be_seen_is_refused_with_a_sentence(workers: Fleet, content:
     asked(workers, CAT)
 
 
+def test_a_prompt_with_images_is_not_truncated(workers: Fleet) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot be combined with images"):
+        client_of(workers).chat.completions.create(
+            model="", messages=said(CAT), max_tokens=4, extra_body={"truncate_prompt_tokens": 9}
+        )
+
+
 def test_a_body_that_is_too_long_is_refused_with_a_sentence(workers: Fleet) -> None:
     with pytest.raises(openai.APIStatusError, match="or send smaller images") as refusal:
         client_of(workers).chat.completions.create(model="", messages=said(picture("huge", 900_000)), max_tokens=4)
