@@ -21,6 +21,7 @@ from baton.config import RouterConfig, TransferConfig
 from baton.timelines import RequestTimeline
 from baton.v1 import inference_pb2, worker_pb2
 from engine.testing import expected_tokens
+from tests.chaos import fleet as fleet_module
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.support.eyes import PLACEHOLDER, data_url, model_with_eyes, picture
 from tests.support.operator import OPERATOR_ENTRY, OPERATOR_KEY
@@ -286,9 +287,8 @@ def test_a_worker_without_eyes_gets_no_images(fleet: Fleet, model_dir: Path) -> 
 
 
 def _blind() -> None:
-    from tests.chaos import fleet as own
-
-    own.image_placeholder_of = lambda folder: None  # type: ignore[assignment]
+    """Has a worker's process find no placeholder in the model's folder."""
+    setattr(fleet_module, "image_placeholder_of", lambda folder: None)  # noqa: B010 - mypy knows no such name of it
 
 
 def test_the_router_loads_no_decoder_of_images(workers: Fleet) -> None:

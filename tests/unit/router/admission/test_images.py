@@ -16,7 +16,7 @@ MEMORY = RouterConfig(max_images=3, max_image_bytes=100, image_memory_bytes=400)
 
 
 def chat(*sizes: int) -> Chat:
-    parts = ("text", *(bytes(size) for size in sizes))
+    parts: tuple[str | bytes, ...] = ("text", *(bytes(size) for size in sizes))
     return Chat(messages=(ChatMessage(role="user", content="text", parts=parts),))
 
 
