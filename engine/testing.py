@@ -99,7 +99,8 @@ class ArithmeticRunner:
         image_bytes: int = 2**20,
     ) -> None:
         if image_placeholder is not None:
-            self.images = ImageStore(ArithmeticReader(image_placeholder), lambda image: None, image_bytes)
+            reader = ArithmeticReader(image_placeholder)
+            self.images = store = ImageStore(reader, lambda image: store.pixels(image.digest), image_bytes)
         states = (StateSpec("token_sum", (1,), "int64"),) if with_state else ()
         groups = [
             LayerGroup(

@@ -271,7 +271,12 @@ def served(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> 
         router_mode="disaggregated",
         router_slo_classes='{"default": {"ttft_ms": 600000, "itl_ms": 600000}}',
     ) as cluster:
-        yield Served(cluster, references_of(folder, NUM_TOKENS), prompts(), NUM_TOKENS)
+        yield Served(
+            cluster=cluster,
+            references=references_of(folder, NUM_TOKENS),
+            prompts=prompts(),
+            num_tokens=NUM_TOKENS,
+        )
 
 
 def test_a_cluster_answers_with_the_kv_that_was_transferred(served: Served) -> None:

@@ -31,7 +31,7 @@ NUM_BEFORE = 20
 """Tokens of each answer before a worker leaves or dies."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Served:
     """A cluster with two decode workers, and the long answers of transformers."""
 
@@ -56,7 +56,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         router_mode="disaggregated",
         router_slo_classes='{"default": {"ttft_ms": 600000, "itl_ms": 600000}}',
     ) as cluster:
-        yield Served(cluster, references)
+        yield Served(cluster=cluster, references=references)
 
 
 def is_whole(status: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from baton.config import RouterConfig, TransferConfig
 from baton.timelines import RequestTimeline
 from baton.v1 import inference_pb2, worker_pb2
 from engine.testing import expected_tokens
+from tests.chaos import fleet as fleet_module
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.support.eyes import PLACEHOLDER, data_url, model_with_eyes, picture
 from tests.support.operator import OPERATOR_ENTRY, OPERATOR_KEY
@@ -220,6 +221,13 @@ def test_what_cannot_be_seen_is_refused_with_a_sentence(workers: Fleet, content:
     asked(workers, CAT)
 
 
+def test_a_prompt_with_images_is_not_truncated(workers: Fleet) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot be combined with images"):
+        client_of(workers).chat.completions.create(
+            model="", messages=said(CAT), max_tokens=4, extra_body={"truncate_prompt_tokens": 9}
+        )
+
+
 def test_a_body_that_is_too_long_is_refused_with_a_sentence(workers: Fleet) -> None:
     with pytest.raises(openai.APIStatusError, match="or send smaller images") as refusal:
         client_of(workers).chat.completions.create(model="", messages=said(picture("huge", 900_000)), max_tokens=4)
@@ -279,9 +287,8 @@ def test_a_worker_without_eyes_gets_no_images(fleet: Fleet, model_dir: Path) -> 
 
 
 def _blind() -> None:
-    from tests.chaos import fleet as own
-
-    vars(own)["image_placeholder_of"] = lambda folder: None
+    """Has a worker's process find no placeholder in the model's folder."""
+    setattr(fleet_module, "image_placeholder_of", lambda folder: None)  # noqa: B010 - mypy knows no such name of it
 
 
 def test_the_router_loads_no_decoder_of_images(workers: Fleet) -> None:

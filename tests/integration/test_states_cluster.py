@@ -44,7 +44,7 @@ RENEW_S = 0.3
 COUNTED = "baton_kv_transfer_bytes_total"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Measured(Served):
     """One of them, with what its tests compare."""
 
@@ -117,7 +117,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         router_mode="disaggregated",
         router_slo_classes='{"default": {"ttft_ms": 600000, "itl_ms": 600000}}',
     ) as cluster:
-        yield Measured(cluster, references, folder, spec)
+        yield Measured(cluster=cluster, references=references, folder=folder, spec=spec)
 
 
 def drawn(seed: int, num_tokens: int) -> list[int]:

@@ -56,6 +56,8 @@ def test_jpg_is_another_name_of_jpeg() -> None:
         ("data:;base64," + GOOD, Unsupported, "must have a media type out of"),
         ("data:image/png;base64," + GOOD[:-1], InvalidRequest, "not valid base64"),
         ("data:image/png;base64,\n" + GOOD, InvalidRequest, "not valid base64"),
+        ("data:image/png;base64," + GOOD[:12] + "\n\n\n\n" + GOOD[12:], InvalidRequest, "not valid base64"),
+        ("data:image/png;base64," + GOOD[:12] + "-_-_" + GOOD[12:], InvalidRequest, "not valid base64"),
         ("data:image/png;base64," + GOOD + "=", InvalidRequest, "not valid base64"),
         ("data:image/png;base64," + GOOD.replace("/", "_") + "_", InvalidRequest, "not valid base64"),
         ("data:image/png;base64,é", InvalidRequest, "not valid base64"),

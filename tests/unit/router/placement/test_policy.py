@@ -529,14 +529,15 @@ def test_a_worker_that_holds_the_images_is_preferred_by_their_costs(mode: str) -
     make = prefill if mode == "disaggregated" else decode
 
     def computes(wait_s: float, held: float = 1.0, num_cached_tokens: int = 0) -> str:
-        images = ImageCosts(total_s=1.0, saved_s={"holder": held}, end=500)
+        images = ImageCosts(total_s=1.0, saved_s={"holder": held}, end=100)
         pool = [make("holder", wait_s), make("other", num_cached_tokens=num_cached_tokens), decode("d", 90.0)]
         return chosen(pool, mode, images=images, pull_above_tokens=5000)[0]
 
     assert computes(0.9) == "holder"
     assert computes(1.1) == "other"
     assert computes(0.6, held=0.5) == "other", "it holds half of them"
-    assert computes(0.9, num_cached_tokens=512) == "other", "it computes none of them"
+    assert computes(0.5, num_cached_tokens=96) == "holder"
+    assert computes(0.5, num_cached_tokens=112) == "other", "it computes none of them"
 
 
 def test_in_a_large_pool_the_holders_of_images_are_looked_at() -> None:
