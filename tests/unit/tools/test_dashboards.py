@@ -274,7 +274,7 @@ def told_by_every_router() -> set[str]:
     trouble = (PoolTrouble("decode", 0, 0),)
     controller = ControllerInfo(pid=1, address="h:2", scaling=(PoolScaling("decode", 0.5, 2),), trouble=trouble)
     status = cluster_status(
-        worker("d0", load=WorkerLoad()),
+        worker("d0", load=WorkerLoad(expert_tokens=(1,))),
         pools={"decode": PoolStatus(1, 1)},
         routers=(RouterInfo(id="r0", pid=1, grpc="h:3", http="h:4", mirror_lag_s=0.1),),
         controller=controller,
