@@ -39,6 +39,7 @@ def test_the_doctor_shows_the_ports_and_the_memory_only_where_no_cluster_has_the
 
 def test_what_is_wrong_is_shown_beside_the_rest(tmp_path: Path) -> None:
     config = replace(a_config(tmp_path), engine=EngineConfig(tensor_parallel=3))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 4}))
     checks = {check.name: check for check in start.checks(config, is_running=False)}
     assert checks["model"].state == "fail"
     assert "does not divide the 4 heads" in checks["model"].found

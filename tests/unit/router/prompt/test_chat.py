@@ -336,7 +336,7 @@ def test_null_in_a_tool_is_nothing(tokenizer: Tokenizer) -> None:
 
 
 def test_parts_that_are_no_text_are_refused_by_their_place() -> None:
-    parts = [{"type": "text", "text": "see"}, {"type": "image_url"}]
+    parts = [{"type": "text", "text": "see"}, {"type": "video_url"}]
     with pytest.raises(Unsupported, match=r"messages\[3\].content\[1\] must be a part of text"):
         ChatMessage.parse({"role": "user", "content": parts}, 3)
 
