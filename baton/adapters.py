@@ -1,12 +1,12 @@
-"""LoRA adapters in PEFT's format: what a folder holds, read without torch.
+"""Reads LoRA adapters in PEFT's format, without torch.
 
 An adapter changes some of a model's linear maps by products of two small matrices (Hu et al., 2021, LoRA):
 
     W x  +  scaling * B (A x)        A: [rank, in], B: [out, rank], scaling = alpha / rank
 
-A folder holds `adapter_config.json` and `adapter_model.safetensors`. Both come from outside. Sizes are checked before
-memory is allocated, nothing is unpickled, and an adapter that says anything that Baton would not compute exactly is
-refused by name.
+A folder holds `adapter_config.json` and `adapter_model.safetensors`. Baton does not trust them: sizes are checked
+before memory is allocated, and nothing is unpickled. An adapter that Baton would not compute exactly is refused, and
+the error names the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_WEIGHTS_BYTES = 4 * 2**30
 MAX_RANK, MAX_NUMBER = 4096, 1e6
 CHUNK_BYTES = 2**20
 PREFIX = "base_model.model."
-"""Start of every tensor's name: PEFT's names of the modules in which it wraps a model."""
+"""Start of each tensor's name: PEFT's names of the modules that wrap a model."""
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 _LITERAL = re.compile(r"\^?[\w.-]+")
 OTHER_WORDS = {
@@ -44,7 +44,7 @@ OTHER_WORDS = {
     "lora_A.bias": "biases",
     "lora_B.bias": "biases",
 }
-"""Parts of the names of tensors that are not supported, with what they are."""
+"""Parts of the names of unsupported tensors, with a description of these tensors."""
 REFUSED = {
     "alora_invocation_tokens": "it applies only after some tokens",
     "arrow_config": "it routes between adapters",
@@ -60,20 +60,20 @@ REFUSED = {
     "use_dora": "it is a DoRA, which also changes the magnitudes of weights",
     "use_qalora": "it is a QA-LoRA, which pools its input",
 }
-"""Fields of the configuration that must be unset, with what the adapter is otherwise."""
+"""Fields of the configuration that must be unset, with the reason."""
 HARMLESS = frozenset({
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
     "eva_config", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
     "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version",
     "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 })  # fmt: skip
-"""Fields of the configuration that are followed, or that concern training alone."""
+"""Fields of the configuration that Baton applies, or that only concern training."""
 KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` with which the model's own weights stayed as they were."""
+"""Values of `init_lora_weights` with which training does not change the model's own weights."""
 LATENT = "kv_b_proj"
 """The matrix that expands the latents of multi-head latent attention; it is never applied to tokens."""
 ENDS = frozenset({"embed_in", "embed_out", "embed_tokens", "lm_head", "wpe", "wte"})
-"""Names of embeddings and of the output projection."""
+"""Names of embeddings and of the output projection, which Baton's adapters cannot change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +84,11 @@ class AdapterTarget:
     """Name of the map in the model, such as `model.layers.0.self_attn.q_proj`."""
     rank: int
     num_in: int
-    """Width of its input."""
+    """Width of the map's input."""
     num_out: int
-    """Width of its output."""
+    """Width of the map's output."""
     scaling: float
-    """Factor of the product of both matrices."""
+    """Factor by which the product of both matrices is multiplied."""
 
     @property
     def names(self) -> tuple[str, str]:
@@ -98,13 +98,13 @@ class AdapterTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFacts:
-    """What an adapter's folder holds."""
+    """Description of the adapter in a folder."""
 
     path: str
     digest: str
-    """Digest of what it computes: its weights file and the scaling of each target; 32 hexadecimal digits."""
+    """Digest of the weights file and of the rank and scaling of each target; 32 hexadecimal digits."""
     rank: int
-    """Largest rank of its targets."""
+    """Largest rank of the targets."""
     targets: tuple[AdapterTarget, ...]
     """Sorted by name."""
     num_bytes: int
@@ -112,11 +112,11 @@ class AdapterFacts:
 
 
 def read_adapter(path: str) -> AdapterFacts:
-    """Return what an adapter's folder holds. It reads the whole weights file once, in small pieces.
+    """Return the description of the adapter in a folder. This reads the whole weights file once, in small pieces.
 
     Raises:
         OSError: a file cannot be read, or is not a file of this folder.
-        InvalidRequest: it is no adapter that Baton computes; the message names the reason.
+        InvalidRequest: Baton does not compute this adapter; the message names the reason.
     """
     targets = _targets(Path(path))
     digest, num_bytes = _digest_of(targets), 0
@@ -128,7 +128,9 @@ def read_adapter(path: str) -> AdapterFacts:
 
 
 def load_adapter(path: str) -> tuple[AdapterFacts, bytes]:
-    """Return what an adapter's folder holds, and the content of its weights file, which the digest is of.
+    """Return the description of the adapter in a folder, and the content of the weights file.
+
+    The digest is computed from this content, so the file cannot change in between.
 
     Raises:
         OSError, InvalidRequest: as in `read_adapter`.
@@ -142,11 +144,11 @@ def load_adapter(path: str) -> tuple[AdapterFacts, bytes]:
 
 
 def load_registered(adapter: Adapter) -> tuple[AdapterFacts, bytes]:
-    """Return an adapter's facts and weights, if its folder still holds what was registered.
+    """Return the description and the weights of a registered adapter, if its folder has not changed.
 
     Raises:
         WorkerFailed: this worker cannot read the folder; another one may.
-        InvalidRequest: the folder holds something else, on whichever worker.
+        InvalidRequest: the folder holds other content, and so would be refused by every worker.
     """
     try:
         facts, content = load_adapter(adapter.path)
@@ -177,13 +179,13 @@ def _facts(path: str, targets: tuple[AdapterTarget, ...], digest: str, num_bytes
 
 
 def _digest_of(targets: Iterable[AdapterTarget]) -> blake2b:
-    """Return the digest of what the configuration contributes; the weights file follows."""
+    """Return a digest that contains the rank and scaling of each target; the caller adds the weights file."""
     said = [(target.module, target.rank, target.scaling.hex()) for target in targets]
     return blake2b(json.dumps(said).encode() + b"\0", digest_size=16)
 
 
 def _targets(folder: Path) -> tuple[AdapterTarget, ...]:
-    """Return the targets of an adapter, from its configuration and the header of its weights."""
+    """Return the targets of an adapter, read from the configuration and the header of the weights file."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder on this worker")
     config = _config(folder)
@@ -207,7 +209,7 @@ def _targets(folder: Path) -> tuple[AdapterTarget, ...]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of an adapter that computes nothing but `W x + scaling * B (A x)`."""
+    """Return the configuration of an adapter. Refuse adapters that compute anything but `W x + scaling * B (A x)`."""
     path = folder / CONFIG_FILE
     with open_own(path, MAX_CONFIG_BYTES) as file:
         content = file.read(MAX_CONFIG_BYTES)
@@ -236,7 +238,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _matrices(path: Path, heads: Mapping[str, TensorHead]) -> dict[str, dict[str, TensorHead]]:
-    """Return the matrices A and B of each module in the weights' header."""
+    """Return the matrices A and B of each module, as the header of the weights file lists them."""
     found: dict[str, dict[str, TensorHead]] = {}
     for name, head in heads.items():
         for words, what in OTHER_WORDS.items():
@@ -280,8 +282,8 @@ def _target(path: Path, module: str, pair: Mapping[str, TensorHead], scalings: _
 class _Scalings:
     """Scalings of an adapter's targets.
 
-    PEFT takes the keys of `rank_pattern` and `alpha_pattern` as regular expressions for the end of a module's name, of
-    which the first that matches counts. A hostile expression takes forever, so only plain names are read.
+    PEFT treats the keys of `rank_pattern` and `alpha_pattern` as regular expressions for the end of a module's name,
+    and the first match counts. A hostile expression could take forever, so Baton accepts only plain names.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
@@ -307,7 +309,7 @@ class _Scalings:
         return float(value)
 
     def _pattern(self, config: Mapping[str, Any], name: str) -> dict[str, tuple[int, float]]:
-        """Return each key's place among the keys, and its value."""
+        """Return the index and the value of each key."""
         pattern = config.get(name) or {}
         if not isinstance(pattern, dict):
             raise InvalidRequest(f"{self._path} says {_short(pattern)} as {name}; it must be a JSON object")

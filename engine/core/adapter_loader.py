@@ -1,8 +1,8 @@
 """Loads adapters for the sequences that wait for them, one at a time, in a thread.
 
-Sequences wait here before the engine knows them, so they hold no blocks meanwhile, and sequences that hold blocks never
-wait here: neither can wait for the other forever. Adapters are loaded in the order in which they were first wanted; all
-sequences of one adapter wait for the same load.
+A sequence waits here before it is added to the engine, so it holds no blocks while it waits. A sequence that holds
+blocks never waits here. So these two kinds of sequences cannot deadlock. Adapters are loaded in the order in which they
+were first requested. All sequences of one adapter wait for the same load.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class _Wanted:
 
     adapter: Adapter
     waiting: list[asyncio.Future[int]] = field(default_factory=list)
-    """A future for each sequence, which receives its slot."""
+    """One future per sequence; its result is the slot."""
 
 
 class AdapterLoader:
-    """Gives sequences the slots of their adapters.
+    """Loads adapters into slots, and pins the slots for the sequences that wait.
 
     Args:
-        slots: the slots; sequences that have one are pinned there.
-        load: reads an adapter and puts it into a slot; called in a thread, also while a step runs that does not use
-            the slot.
+        slots: the slots.
+        load: reads an adapter and loads it into a slot. It is called in a thread, possibly during a step that does not
+            use the slot.
 
     Attributes:
         load_s: recent mean time to load an adapter, in seconds; 0: none was loaded yet.
@@ -60,12 +60,12 @@ class AdapterLoader:
         return sum(len(wanted.waiting) for wanted in self._wanted.values())
 
     async def slot_of(self, adapter: Adapter) -> int:
-        """Wait until an adapter is loaded. Return its slot, pinned; the caller unpins it.
+        """Wait until an adapter is loaded, pin its slot, and return the slot. The caller must unpin it.
 
         Raises:
             WorkerFailed: this worker cannot read the adapter.
-            InvalidRequest: its folder holds something else than what was registered.
-            BatonError: see `hand_back`.
+            InvalidRequest: the folder no longer holds the content that was registered.
+            BatonError: `hand_back` was called with this error.
         """
         if adapter.digest not in self._wanted and (slot := self._slots.pin(adapter.digest)) is not None:
             return slot
@@ -84,7 +84,7 @@ class AdapterLoader:
             raise
 
     def advance(self) -> None:
-        """Give slots to sequences and start the next load, if possible. Call it whenever a slot was unpinned."""
+        """Give slots to sequences and start the next load, if possible. Call this after each unpinning of a slot."""
         while self._wanted and self._loading is None:
             digest, wanted = next(iter(self._wanted.items()))
             if not wanted.waiting:
@@ -99,13 +99,13 @@ class AdapterLoader:
                 return
 
     def hand_back(self, reason: BatonError) -> None:
-        """Raise `reason` in `slot_of` of all sequences that wait now."""
+        """Make `slot_of` raise `reason` for all sequences that wait now."""
         for wanted in self._wanted.values():
             _fail(wanted, reason)
         self.advance()
 
     async def close(self, limit_s: float) -> None:
-        """Hand all back that wait, and wait for the load in progress: for at most `limit_s`, since it may hang."""
+        """Hand back all waiting sequences. Wait at most `limit_s` for the load in progress, because it may hang."""
         self.hand_back(WorkerFailed("the worker stops"))
         if self._loading is not None:
             await asyncio.wait({self._loading}, timeout=limit_s)
@@ -128,14 +128,14 @@ class AdapterLoader:
         else:
             self._slots.failed(adapter.digest)
             logger.warning("adapter %s cannot be loaded: %s", adapter.name, error)
-            if not isinstance(error, BatonError):  # the device's, or a defect
+            if not isinstance(error, BatonError):  # an error of the device, or a defect
                 reason = in_one_line(error) if isinstance(error, Exception) else repr(error)
                 error = WorkerFailed(f"the worker could not load adapter {adapter.name}: {reason}")
             _fail(self._wanted.pop(adapter.digest), error)
         self.advance()
 
     def _give(self, digest: str) -> None:
-        """Give the sequences that wait for a loaded adapter its slot."""
+        """Pin the slot of a loaded adapter for each sequence that waits for it, and wake these sequences."""
         for future in self._wanted.pop(digest).waiting:
             if not future.done() and (slot := self._slots.pin(digest)) is not None:
                 future.set_result(slot)

@@ -1,12 +1,12 @@
-"""Slots of a worker's LoRA adapters: which adapter is where, which sequences need it, and which one makes room.
+"""Slots of a worker's LoRA adapters: which adapter each one holds, how many sequences pin it, and which is replaced.
 
     slot   | 1: pinned by 3 sequences | 2: unpinned, used longest ago | 3: is being loaded |       0: no adapter
 
-A sequence pins its adapter's slot until it ends, since every step of it reads the slot. A new adapter takes a free
-slot, or the unpinned one that was used longest ago. If all are pinned, one slot stops taking new sequences
-(`leaving`), so that sequences of the other adapters cannot keep a waiting adapter out forever.
+A sequence pins its adapter's slot until it ends, because each of its steps reads the slot. A new adapter takes a free
+slot, or the least recently used one that is not pinned. If all are pinned, one slot takes no new sequences (`leaving`),
+so that sequences of resident adapters cannot block a waiting adapter forever.
 
-Pure: no tensors, no I/O.
+This module is pure: it has no tensors and no I/O.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class AdapterSlots:
     """Slots 1 to `num_slots`.
 
     Attributes:
-        leaving: digest of the adapter whose slot takes no new sequences; None: there is none.
+        leaving: digest of the adapter whose slot takes no new sequences; None: all slots take some.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.leaving: str | None = None
         self._slots: dict[str, _Slot] = {}
-        """Slots by digest; the one used longest ago is first."""
+        """Slots by digest, the least recently used one first."""
         self._digests: dict[int, str] = {}
-        """Digest of each slot that is taken, by number."""
+        """Number of a slot -> digest of the adapter that has it."""
         self._free = list(range(num_slots, 0, -1))
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Digests of the loaded adapters; the one used longest ago is first."""
+        """Digests of the loaded adapters, the least recently used one first."""
         return tuple(digest for digest, slot in self._slots.items() if slot.is_loaded)
 
     @property
@@ -54,7 +54,7 @@ class AdapterSlots:
         return any(slot.num_pins for slot in self._slots.values())
 
     def is_loaded(self, digest: str) -> bool:
-        """Return whether an adapter is in a slot."""
+        """Return whether an adapter is loaded into a slot."""
         return digest in self._slots and self._slots[digest].is_loaded
 
     def pin(self, digest: str) -> int | None:
@@ -66,7 +66,7 @@ class AdapterSlots:
         return number
 
     def pin_again(self, number: int) -> None:
-        """Pin a slot for another sequence that continues one of the same adapter."""
+        """Pin a slot for another sequence, forked from one that has pinned it."""
         digest = self._digests[number]
         slot = self._slots[digest] = self._slots.pop(digest)
         slot.num_pins += 1
@@ -78,9 +78,9 @@ class AdapterSlots:
         slot.num_pins -= 1
 
     def reserve(self, digest: str) -> int | None:
-        """Take a slot for an adapter that is to be loaded, and return its number.
+        """Take a slot for an adapter that will be loaded, and return the slot's number.
 
-        None if all slots are pinned or being loaded. Then one of them, with the fewest sequences, is leaving.
+        Return None if all slots are pinned or being loaded. The loaded slot with the fewest sequences is then leaving.
         """
         assert digest not in self._slots, f"adapter {digest} has a slot already"
         loaded = [each for each, slot in self._slots.items() if slot.is_loaded]
@@ -98,7 +98,7 @@ class AdapterSlots:
         return number
 
     def stay(self) -> None:
-        """Let the leaving slot take new sequences again: no adapter waits for it any more."""
+        """Let the leaving slot take new sequences again, because no adapter waits for it."""
         self.leaving = None
 
     def loaded(self, digest: str) -> None:
@@ -111,10 +111,10 @@ class AdapterSlots:
         self._remove(digest)
 
     def check(self, held: Iterable[int]) -> None:
-        """Assert that each slot is pinned as often as sequences hold it.
+        """Assert that the number of pins of each slot is the number of sequences that have the slot.
 
         Args:
-            held: the slot of each sequence that has one.
+            held: slot of each sequence that has one.
         """
         pins = {slot.number: slot.num_pins for slot in self._slots.values() if slot.num_pins}
         assert pins == Counter(held), f"slots are pinned {pins}, and sequences hold {Counter(held)}"
@@ -127,7 +127,7 @@ class AdapterSlots:
 
 
 def needs_adapter(spec: SequenceSpec, purpose: Purpose) -> bool:
-    """Return whether a sequence is computed with an adapter here. A prefix that is only received is not computed."""
+    """Return whether this worker computes a sequence with an adapter. A prefix that it only receives needs none."""
     return spec.adapter is not None and not (purpose is Purpose.RECEIVE and not spec.max_tokens)
 
 

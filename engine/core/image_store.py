@@ -1,10 +1,10 @@
-"""The images that a worker has received, by the digest of their bytes.
+"""Store of the images that a worker has received, by the digest of their bytes.
 
     bytes ── look ──> digest, grid, tokens      the router puts the tokens into the prompt
                  └──> pixels ── prepare ──> embeddings (`engine.model.images`) ── step ──> KV
 
-The bytes of an image are kept as long as a sequence needs it. Its pixels take much more memory and follow from the
-bytes, so they are dropped first.
+The bytes of an image are kept while a sequence needs the image. Pixels take much more memory and can be decoded from
+the bytes again, so they are dropped first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ReadImage:
     grid: tuple[int, ...]
     """See `PlacedImage.grid`."""
     pixels: Any
-    """Inputs of the encoder, in a type of the reader."""
+    """Inputs of the encoder; the reader defines their type."""
     num_bytes: int
     """Size of the pixels in memory."""
 
@@ -38,10 +38,10 @@ class ImageReader(Protocol):
     """Decodes images for one model."""
 
     placeholder: int
-    """Id of the token that stands once per image in a chat, and once per embedding in a prompt."""
+    """Id of the placeholder token. A rendered chat has one per image, and a prompt one per embedding."""
 
     def read(self, encoded: bytes) -> ReadImage:
-        """Decode an image and prepare it for the encoder, in up to a second.
+        """Decode an image and prepare it for the encoder. This takes up to a second.
 
         Raises:
             InvalidRequest: it cannot be decoded, or has an unsupported format or size; the message says which.
@@ -63,7 +63,7 @@ class _Held:
     seen: SeenImage
     pixels: Any
     num_pixel_bytes: int
-    """0: the pixels were dropped."""
+    """Size of the pixels; 0: they were dropped."""
     num_pins: int = 0
 
     @property
@@ -71,7 +71,7 @@ class _Held:
         return len(self.encoded) + self.num_pixel_bytes
 
     def drop_pixels(self) -> int:
-        """Return the number of bytes that were freed."""
+        """Drop the pixels, and return the number of bytes that this freed."""
         freed, self.num_pixel_bytes, self.pixels = self.num_pixel_bytes, 0, None
         return freed
 
@@ -81,8 +81,9 @@ class ImageStore:
 
     Args:
         reader: decodes images.
-        encode: computes the embeddings of a held image, if they are not there.
-        max_bytes: maximum size of the held images with their pixels. While more is needed, images are refused.
+        encode: computes the embeddings of a held image, unless they are kept.
+        max_bytes: maximum size of the held images with their pixels. If running sequences need all of it, further
+            images are refused.
     """
 
     def __init__(self, reader: ImageReader, encode: Callable[[PlacedImage], object], max_bytes: int) -> None:
@@ -105,11 +106,11 @@ class ImageStore:
             return self._num_bytes()
 
     def look(self, encoded: bytes) -> SeenImage:
-        """Decode an image, unless it is held already, and keep it. Takes up to a second.
+        """Decode an image, unless it is held already, and keep it. This takes up to a second.
 
         Raises:
-            InvalidRequest: it is refused; the message says why.
-            Overloaded: the images of running sequences leave no room for it.
+            InvalidRequest: the image is refused; the message says why.
+            Overloaded: the images of running sequences leave no memory for it.
         """
         digest = blake2b(encoded, digest_size=KEY_BYTES).digest()
         with self._lock:
@@ -128,13 +129,13 @@ class ImageStore:
         return seen
 
     def holds(self, images: Sequence[PlacedImage]) -> bool:
-        """Return whether all these images are held."""
+        """Return whether the worker holds all these images."""
         with self._lock:
             return all(image.digest in self._held for image in images)
 
     @contextlib.contextmanager
     def pinned(self, images: Sequence[PlacedImage]) -> Iterator[None]:
-        """Context manager: keep those of these images that are held."""
+        """Context manager: keep the bytes of these images, as far as the worker holds them."""
         with self._lock:
             pinned = [held for image in images if (held := self._held.get(image.digest)) is not None]
             for held in pinned:
@@ -149,20 +150,20 @@ class ImageStore:
                 self._shrink()
 
     def prepare(self, images: Sequence[PlacedImage]) -> None:
-        """Compute the embeddings of images, so that no step waits for them. Takes up to minutes on a CPU.
+        """Compute the embeddings of images, so that no step waits for them. On a CPU this takes up to minutes.
 
         Raises:
-            ImagesMissing: one of them is not held.
-            InvalidRequest: one of them has another number of embeddings than placeholders.
+            ImagesMissing: the worker does not hold one of the images, and its embeddings are not kept.
+            InvalidRequest: an image has another number of embeddings than placeholders.
         """
         for image in images:
             self._encode(image)
 
     def pixels(self, digest: bytes) -> Any:
-        """Return the pixels of an image, which is decoded again if they were dropped.
+        """Return the pixels of an image. Decode the image again if they were dropped.
 
         Raises:
-            ImagesMissing: it is not held.
+            ImagesMissing: the worker does not hold the image.
         """
         with self._lock:
             held = self._held.get(digest)
@@ -178,10 +179,10 @@ class ImageStore:
         return read.pixels
 
     def require_placed(self, spec: SequenceSpec) -> None:
-        """Require that the images of a sequence stand in its prompt with the tokens that belong to them.
+        """Require that the prompt of a sequence has the tokens of each image at the image's position.
 
         Raises:
-            InvalidRequest: they do not.
+            InvalidRequest: it has other tokens there.
         """
         for image in spec.images:
             expected = self._reader.token_ids(image.grid)
@@ -206,7 +207,10 @@ class ImageStore:
         return sum(held.num_bytes for held in self._held.values())
 
     def _shrink(self) -> None:
-        """Drop what was not used for longest: pixels, then images that no sequence needs, then the newest pixels."""
+        """Free memory above the limit: pixels, then images that no sequence needs, then the pixels of the newest image.
+
+        The least recently used image comes first.
+        """
         if not self._held:
             return
         *others, newest = self._held.values()

@@ -1,19 +1,20 @@
-"""LoRA adapters of the rows of a step (Hu et al., 2021), added to the outputs of transformers' own linear maps.
+"""Adds LoRA adapters (Hu et al., 2021) to the outputs of transformers' own linear maps, for the rows that have one.
 
-Every linear map that adapters may change has two stacks of matrices, with one place for each slot:
+Each linear map that adapters may change has two stacks of matrices, with one place for each slot:
 
     rows of the step, sorted by slot   | none none | 2 2 2 | 5 |          T tokens
-    A  [slots, in, rank]   h = x A     grouped product: one matrix for each slot's rows
-    B  [slots, rank, out]  y += h B    scaling is in B
+    A  [slots, rank, in]   h = x A^T   grouped product: one matrix for each slot's rows
+    B  [slots, rank, out]  y += h B    B includes the scaling
 
-So the rows of all adapters take two products, however many adapters there are (`torch.nn.functional.grouped_mm`).
-Ranks are padded with zeros to the largest rank of the step's adapters.
+Two products compute the rows of all adapters, however many there are (`torch.nn.functional.grouped_mm`). If the width
+of a map is not aligned, each slot takes two products of its own. Ranks are padded with zeros to the largest rank of the
+step's adapters.
 
-A map's `forward` is replaced only while a step has rows with adapters: a step without them runs the code of a model
-without adapters. Projections that `fused_model` has merged get their products in their slices of the merged output.
+A map's `forward` is replaced only while a step has rows with adapters. A step without them runs the code of a model
+without adapters. If `fused_model` has merged projections, their products are added to slices of the merged output.
 
-With several ranks A and B are divided as their map is: by output (B), or by input (A). In the second case the ranks sum
-`h`, which is narrow, so that each of them adds the whole product to the output that the map has already summed.
+With several ranks, B is divided if the map is divided by its output, and A if it is divided by its input. In the second
+case the ranks sum `h`, which is narrow. Each rank then adds the whole product, because the map has summed its output.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
     from baton.config import EngineConfig
 
 NAME = "_baton_adapters"
-"""Attribute of a linear map with what an adapter calls it: its `Piece`s."""
+"""Attribute of a linear map that holds its `Piece`s, with the names that adapters use."""
 PACKED_BYTES = 16
-"""Ranks are padded so that rows of matrices have a multiple of these bytes, as grouped products require."""
+"""Ranks are padded until the size of a matrix row, in bytes, is a multiple of this, as `grouped_mm` requires."""
 
 
 class Piece(NamedTuple):
@@ -56,14 +57,14 @@ class Piece(NamedTuple):
 
 
 def name_maps(model: nn.Module) -> None:
-    """Note the name of each linear map of a loaded model, before other modules replace some of them."""
+    """Record the name of each linear map of a loaded model, before other modules replace some of them."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             setattr(module, NAME, (Piece(name, 0, module.out_features),))
 
 
 def joined_pieces(maps: Sequence[nn.Module]) -> tuple[Piece, ...]:
-    """Return the pieces of the map that merges others, one after the other; none if they have no names."""
+    """Return the pieces of a map that merges other maps, in their order; empty if these have no names."""
     found, begin = list[Piece](), 0
     for each in maps:
         pieces: tuple[Piece, ...] = getattr(each, NAME, ())
@@ -76,7 +77,7 @@ class AdapterRows(NamedTuple):
     """Rows of one forward pass that have adapters."""
 
     rows: slice | torch.Tensor
-    """The rows, sorted by slot; a slice if they lie next to each other."""
+    """The rows, sorted by slot; a slice if they are contiguous."""
     slots: slice
     """Places in the stacks, from the first to the last slot of the pass."""
     ends: torch.Tensor
@@ -84,9 +85,9 @@ class AdapterRows(NamedTuple):
     counts: list[int]
     """Number of rows of each place."""
     used: int
-    """The slots of the pass, as bits."""
+    """Bit mask of the slots of the pass."""
     num_tokens: int
-    """Number of tokens of the pass, with those that have no adapter."""
+    """Number of tokens of the pass, including those without an adapter."""
 
 
 def rows_with_adapters(parts: Sequence[StepPart], numbers: StepNumbers) -> AdapterRows | None:
@@ -94,7 +95,7 @@ def rows_with_adapters(parts: Sequence[StepPart], numbers: StepNumbers) -> Adapt
 
     Args:
         parts: the parts in packed order.
-        numbers: the step's numbers; the result is valid once they have been sent.
+        numbers: the step's numbers; the result is valid after they have been sent.
     """
     if not any(part.adapter for part in parts):
         return None
@@ -122,13 +123,13 @@ def rows_with_adapters(parts: Sequence[StepPart], numbers: StepNumbers) -> Adapt
 
 
 class _Stack:
-    """Matrices of all slots for one map that adapters know by name, of this rank.
+    """One rank's matrices of all slots for one map of transformers' model.
 
     Args:
-        name: its name in transformers' model.
-        shape: width of its whole input and output.
-        split: dimension of the map's weight that is divided among ranks: 0 its output, 1 its input; None: neither.
-        begin: first column of its output in the output of the module that computes it.
+        name: name of the map in transformers' model.
+        shape: widths of the whole input and output.
+        split: dimension of the map's weight that is divided among ranks: 0 the output, 1 the input; None: neither.
+        begin: first column of the map's output in the output of the module that computes the map.
         matrices: A, `[slots, rank, in]`, and B, `[slots, rank, out]`, both zero.
     """
 
@@ -144,21 +145,24 @@ class _Stack:
         self.a, self.b = matrices
         self.end = begin + self.b.shape[-1]
         self.used = 0
-        """Slots whose adapters change this map, as bits."""
+        """Bit mask of the slots whose adapters change this map."""
         self._ranks = [0] * len(self.a)
         """Number of rows of each slot's matrices that are not zero."""
         aligned = PACKED_BYTES // self.a.element_size()
         self._is_grouped = not any(matrix.shape[-1] % aligned for matrix in matrices)
 
     def clear(self, place: int) -> None:
-        """Take a slot's adapter away. Its matrices are zeroed: other slots' rows may need the map in the same step."""
+        """Remove a slot's adapter and zero its matrices.
+
+        If any adapter of a step changes the map, the rows of all the step's adapters are multiplied.
+        """
         self.used &= ~(1 << place)
         for matrix in (self.a, self.b):
             matrix[place, : self._ranks[place]] = 0.0
         self._ranks[place] = 0
 
     def put(self, place: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Put an adapter's whole matrices, `[rank, in]` and `[out, rank]`, into a slot that is clear."""
+        """Copy an adapter's whole matrices, `[rank, in]` and `[out, rank]`, into a slot that is clear."""
         if self.split is not None:
             rank, num_ranks = dist.get_rank(), dist.get_world_size()
             a = a if self.split == 0 else a.chunk(num_ranks, 1)[rank]
@@ -169,7 +173,7 @@ class _Stack:
         self.used |= 1 << place
 
     def product(self, given: torch.Tensor, rows: AdapterRows, rank: int) -> torch.Tensor:
-        """Return what the adapters add for the rows of a step, `[rows, out]`.
+        """Return what the adapters add to the output for the rows of a step, `[rows, out]`.
 
         Args:
             given: input of these rows, `[rows, in]`.
@@ -189,7 +193,7 @@ class _Stack:
 
 
 class _Map:
-    """Module that computes one or more maps which adapters may change."""
+    """Module that computes one or more maps that adapters may change."""
 
     def __init__(self, module: nn.Module, stacks: Sequence[_Stack], owner: ModelAdapters) -> None:
         self.stacks = stacks
@@ -199,11 +203,11 @@ class _Map:
         self._is_merged = len(getattr(module, NAME)) > 1
 
     def turn_on(self) -> None:
-        """Let the module add the products of the step's adapters."""
+        """Replace the module's forward pass by one that adds the products of the step's adapters."""
         self._module.__dict__["forward"] = self._forward
 
     def turn_off(self) -> None:
-        """Let the module compute what it computed before."""
+        """Restore the module's own forward pass."""
         if self._is_replaced:
             self._module.__dict__["forward"] = self._own
         else:
@@ -232,11 +236,11 @@ class _Map:
 
 
 class ModelAdapters:
-    """Adapters of one rank's model: which maps can have some, and the slots.
+    """Slots of the adapters on one rank, and the maps of its model that adapters can change.
 
     Args:
-        model: transformers' model as it was loaded. `watched` is to be entered while it computes a step, and then
-            `make` to be called, when modules of it have been replaced or not.
+        model: transformers' model as it was loaded. Enter `watched` while it computes a test step. After its modules
+            may have been replaced, call `make`.
         num_slots: number of slots.
         max_rank: largest rank of an adapter.
     """
@@ -247,14 +251,14 @@ class ModelAdapters:
         name_maps(model)
         self._dtype = next(weight.dtype for weight in model.parameters() if weight.dtype.is_floating_point)
         self._called: dict[str, bool] = {}
-        """Whether the calls of each map that were watched had the step's tokens as rows, by name."""
+        """Name of a map -> whether the step's tokens were the rows of every watched call of it."""
         self._maps: list[_Map] = []
         self._stacks: dict[str, _Stack] = {}
         """Matrices of each map, by its name."""
         self._ranks = [0] * num_slots
         """Rank of the adapter in each slot."""
         self._changed: list[_Map] = []
-        """Maps that any loaded adapter changes; replaced, never changed in place."""
+        """Maps that any loaded adapter changes. `begin` compares the list by identity, so it is never mutated."""
         self._on: list[_Map] = []
         """Maps that are turned on."""
         self.num_tokens = 0
@@ -266,14 +270,14 @@ class ModelAdapters:
 
     @classmethod
     def of(cls, model: nn.Module, engine: EngineConfig) -> ModelAdapters | None:
-        """Return the adapters of a model, as the settings say; None: it has none."""
+        """Return the adapters of a model according to the settings; None: `engine.max_adapters` is 0."""
         return cls(model, engine.max_adapters, engine.max_adapter_rank) if engine.max_adapters else None
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Context manager: notes which maps are computed as such, for all tokens of a pass in their order.
+        """Context manager: records which maps are applied to all tokens of a pass, in their order.
 
-        Others have weights that the model's code uses in another way, and adapters of them are refused.
+        The model's code uses the weights of other maps in another way, so `require_fit` refuses adapters for them.
         """
         self._called.clear()
         hooks = [module.register_forward_pre_hook(self._note) for module in self._linear]
@@ -289,7 +293,7 @@ class ModelAdapters:
         self._called[pieces[0].name] = is_whole and self._called.get(pieces[0].name, True)
 
     def make(self) -> None:
-        """Create the stacks of the maps that were watched.
+        """Create the stacks of the maps that `watched` recorded.
 
         Raises:
             ModelLoadError: there is not enough memory.
@@ -338,12 +342,12 @@ class ModelAdapters:
                 )
 
     def load_from(self, given: AdapterForRanks) -> None:
-        """Load an adapter that rank 0 has sent."""
+        """Load an adapter that rank 0 sent."""
         self.load(given.slot, AdapterWeights.of(given.facts, given.content, self._dtype))
 
     @torch.no_grad()
     def load(self, slot: int, weights: AdapterWeights) -> None:
-        """Put an adapter into a slot that no step uses, in place of the one there."""
+        """Load an adapter into a slot that no step uses, and replace the one there."""
         place = slot - 1
         for stack in self._stacks.values():
             stack.clear(place)
@@ -354,7 +358,12 @@ class ModelAdapters:
         self._changed = [each for each in self._maps if any(stack.used for stack in each.stacks)]
 
     def begin(self, rows: AdapterRows | None, num_tokens: int) -> None:
-        """Prepare for a forward pass."""
+        """Prepare the maps for a forward pass.
+
+        Args:
+            rows: rows of the pass with adapters; None: there are none.
+            num_tokens: number of all tokens of the pass.
+        """
         self.num_tokens = num_tokens
         if rows is None:
             if self._on:
@@ -385,7 +394,7 @@ class AdapterWeights:
         """Return the matrices in a weights file.
 
         Raises:
-            InvalidRequest: they are no finite numbers, or not those that the facts describe.
+            InvalidRequest: the file cannot be read, or its matrices are not finite or not as the facts describe them.
         """
         try:
             tensors = safetensors.torch.load(content)
@@ -395,7 +404,7 @@ class AdapterWeights:
 
 
 class AdapterForRanks(NamedTuple):
-    """An adapter that rank 0 has read and checked, for the other ranks."""
+    """An adapter that rank 0 has read and checked, as it sends it to the other ranks."""
 
     slot: int
     facts: AdapterFacts
@@ -419,7 +428,7 @@ def _matrices(
 
 
 def _split_of(weight: torch.Tensor) -> tuple[int | None, torch.Tensor]:
-    """Return the dimension in which a weight is divided among ranks (None: it is not), and this rank's part."""
+    """Return the dimension in which a weight is divided among ranks (None: in neither), and this rank's part."""
     if not isinstance(weight, DTensor):
         return None, weight
     (placement,) = weight.placements
@@ -434,6 +443,6 @@ def _split_of(weight: torch.Tensor) -> tuple[int | None, torch.Tensor]:
 
 
 def _padded(rank: int, num_bytes: int) -> int:
-    """Return a rank rounded up, so that a row of so many elements of this size is aligned."""
+    """Return a rank, rounded up so that a row of this many elements, of `num_bytes` each, is aligned."""
     aligned = PACKED_BYTES // num_bytes
     return -(-rank // aligned) * aligned

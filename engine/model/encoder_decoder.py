@@ -1,14 +1,15 @@
-"""Runs models with an encoder for the prompt and a decoder for the answer, such as T5 (Raffel et al., 2020) and BART.
+"""Runs models with an encoder for the prompt and a decoder for the response, like T5 (Raffel et al., 2020) and BART.
 
-The encoder reads the whole prompt in both directions. The decoder's layers attend to its output, whose K and V they
-compute once (cross-attention), and to the answer so far. Both have the same shape, so one row of pages holds both:
+The encoder reads the whole prompt in both directions. The decoder's layers attend to the encoder's output
+(cross-attention), whose K and V they compute once, and to the decoder's own tokens. Both kinds of K and V have the same
+shape, so the pages of a sequence hold both:
 
-    tokens   [ prompt, for the encoder | start tokens, answer: for the decoder ]
-    pages    [ K, V of the encoding    | K, V of the decoder's own tokens      ]
-             0                         E                                       end
+    tokens   [ prompt, for the encoder      | start tokens, response: for decoder ]
+    pages    [ K, V of the encoder's output | K, V of the decoder's own tokens    ]
+             0                              E                                     end
 
-So a sequence has one block table, and a KV transfer moves it like any other. The prompt is computed in one step. Each
-sequence of a step is a forward pass of its own, since the decoders of these models count one position per call: the
+So a sequence has one block table, and a KV transfer works as for other models. The prompt is computed in one step. Each
+sequence of a step is a forward pass of its own, because the decoders of these models count one position per call. The
 pass gathers the sequence's K and V from the pages, and writes the new ones back.
 """
 
@@ -40,13 +41,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ATTENTION = "eager"
-"""Transformers' attention, which all of these models support, with their position biases."""
+"""Implementation of transformers' attention that all these models support, including their position biases."""
 UNSUPPORTED = ("tensor_parallel", "expert_parallel", "batch_invariant", "attention", "draft_model", "max_adapters")
-"""Settings that have no meaning for these models."""
+"""Settings that are refused for these models."""
 DEFAULT_LENGTH = 512
-"""Maximum length of models without a limit of their own, such as T5."""
+"""Maximum number of tokens of models without a limit of their own, such as T5."""
 ROUNDED_TOLERANCE = 0.1
-"""Largest difference from the model's own logits if the computation rounds to 16 bits; see `self_check.TOLERANCE`."""
+"""Largest difference from the model's own logits with 16-bit weights; see `self_check.TOLERANCE`."""
 
 
 class Pages:
@@ -54,7 +55,7 @@ class Pages:
 
     Args:
         cache: cache with K and V pages.
-        index: place of the layer in its group.
+        index: index of the layer in the group.
     """
 
     def __init__(self, cache: KVCache, index: int) -> None:
@@ -85,8 +86,9 @@ class EncoderDecoderRunner(LogitsRunner):
     """Runner of a transformers model with an encoder and a decoder, on one device.
 
     Raises:
-        ModelLoadError: the folder is not a model this engine runs, or the model computes otherwise over the KV cache.
-        ConfigError: there is no room for the KV pool, or a setting is not supported for these models.
+        ModelLoadError: the engine does not support the model in the folder, or the model computes other logits over the
+            KV cache.
+        ConfigError: the memory does not suffice for the KV pool, or a setting is not supported for these models.
     """
 
     name = "transformers"
@@ -170,7 +172,7 @@ class EncoderDecoderRunner(LogitsRunner):
         return logits
 
     def _fill(self, cache: EncoderDecoderCache, table: torch.Tensor, num_encoded: int, end: int) -> None:
-        """Put K and V of a sequence's first `end` tokens into transformers' cache of one pass."""
+        """Copy K and V of a sequence's first `end` tokens into the cache that transformers uses in one pass."""
         for index, pages in enumerate(self._pages):
             crossed = [each.to(self._model.dtype) for each in pages.read(table, 0, num_encoded)]
             cache.cross_attention_cache.update(*crossed, index)
@@ -180,7 +182,7 @@ class EncoderDecoderRunner(LogitsRunner):
                 cache.self_attention_cache.update(*kept, index)
 
     def _require_own_logits(self) -> None:
-        """Require that steps over the KV cache compute what the model computes without a cache.
+        """Require that steps over the KV cache compute the same logits as the model without a cache.
 
         Raises:
             ModelLoadError: they differ, or cannot be computed.
@@ -201,7 +203,7 @@ class EncoderDecoderRunner(LogitsRunner):
             )
 
     def _probe_steps(self, tokens: list[int], num_encoded: int) -> Iterator[RankStep]:
-        """Yield steps over a sequence, the first of which has the prompt and start tokens; each needs all logits."""
+        """Yield steps over one sequence. The first contains the prompt and start tokens. Each returns all logits."""
         first = num_encoded + self.num_start_tokens
         for step in steps(tokens, self.spec, (first, first + 3, *range(first + 4, len(tokens) + 1))):
             (part,) = step.parts

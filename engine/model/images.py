@@ -1,16 +1,16 @@
 """Embeddings and positions of the images in a step.
 
-An image stands in a prompt as placeholder tokens. In the model's input, the embeddings that its encoder has computed
-take their place. Where they belong follows from the sequence's images, never from token ids: a model may also generate
-a placeholder, which then is a token like any other.
+A prompt contains placeholder tokens for each image. In the model's input, the embeddings that the encoder has computed
+replace those of the placeholders. Their places follow from the sequence's images, never from token ids: a model may
+generate a placeholder, which is then an ordinary token.
 
     prompt       [ text | image 0 | text | image 1 | text ]
     part                     [ chunk of the prompt ]           it may start and end inside an image
     embeddings          0 1 2 [3 4 5 6]                        of image 0, kept until other images need the memory
 
-An image is encoded alone, so that its embeddings depend on nothing else, and kept in the host's memory by its digest.
-Some models (Qwen3-VL) also add features of the encoder after their first layers. In models with RoPE in three
-dimensions, an image takes fewer positions than tokens; every position follows from the grids of the images before it.
+Each image is encoded alone, so its embeddings depend on nothing else. They are kept in the host's memory by the image's
+digest. Some models (Qwen3-VL) also add features of the encoder after their first layers. In models with RoPE in three
+dimensions, an image takes fewer positions than tokens. Each position follows from the grids of the images before it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from engine.model.image_reader import ProcessedImages
 
 TYPES = "mm_token_type_ids"
-"""Argument of models with the kind of each token: 1 for placeholders of images, 0 for text."""
+"""Argument of models that gives the kind of each token: 1 for placeholders of images, 0 for text."""
 NUM_AROUND = 12
 """Number of tokens around a test image."""
 FEATURES = "deepstack_visual_embeds"
-"""Argument by which a decoder takes features to add after its first layers."""
+"""Argument of a decoder that gives the features to add after its first layers."""
 
 
 class Embedded(NamedTuple):
@@ -62,7 +62,7 @@ class Probe(NamedTuple):
     token_ids: list[int]
     image: PlacedImage
     inputs: dict[str, torch.Tensor]
-    """What the model needs with the tokens to compute the image itself."""
+    """Arguments that the model needs, in addition to the tokens, to compute the image itself."""
 
     @property
     def images(self) -> tuple[PlacedImage, ...]:
@@ -70,13 +70,13 @@ class Probe(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ends of parts, two of which are inside the image."""
+        """Ends of the parts in which the prompt is computed; two are inside the image."""
         inside = self.image.offset + self.image.num_tokens // 2
         return (inside, inside + 1, *self.whole_ends)
 
     @property
     def whole_ends(self) -> tuple[int, ...]:
-        """Ends of parts, the first of which has the whole image."""
+        """Ends of parts of which the first contains the whole image."""
         return (self.image.end + 1, len(self.token_ids) - 1, len(self.token_ids))
 
 
@@ -84,7 +84,8 @@ class StepImages:
     """Embeddings of the images in a step.
 
     Args:
-        found: for each piece of an image the packed indices of its tokens, its embeddings, and the rows of these.
+        found: for each piece of an image: the packed indices of its placeholders, the image's embeddings, and the
+            rows of these that belong to the piece.
         numbers: the step's numbers.
     """
 
@@ -98,13 +99,14 @@ class StepImages:
         self._features = [torch.cat(of_layer).to(device) for of_layer in by_layer]
 
     def put_into(self, embeddings: torch.Tensor, begin: int) -> dict[str, Any]:
-        """Replace token embeddings, `[tokens, hidden]`, by those of images.
+        """Replace the embeddings of placeholders by those of images, in place.
 
         Args:
-            embeddings: of packed tokens, from the one with the index `begin` on.
+            embeddings: embeddings of consecutive packed tokens, `[tokens, hidden]`.
+            begin: packed index of the first of these tokens.
 
         Returns:
-            Arguments of the decoder; none if no image has features for its layers.
+            Additional arguments of the decoder; empty if no image has features for its layers.
         """
         first = bisect_left(self._places, begin)
         last = bisect_left(self._places, begin + len(embeddings))
@@ -118,12 +120,12 @@ class StepImages:
 
 
 class RankImages:
-    """The images of a rank: its encoder, and the embeddings that it has computed.
+    """The encoder of a rank's model, with the embeddings that it has computed.
 
     Args:
         model: transformers' model with its encoder.
-        reader: reads its images.
-        max_bytes: maximum size of the embeddings, and of the received images with their pixels.
+        reader: decodes images for this model.
+        max_bytes: maximum size of the embeddings, and likewise of the received images with their pixels.
     """
 
     def __init__(self, model: Any, reader: ProcessedImages, max_bytes: int) -> None:
@@ -144,12 +146,13 @@ class RankImages:
             decoder.register_forward_pre_hook(self._with_features, with_kwargs=True)
 
     def inputs(self, images: StepImages, token_ids: torch.Tensor, begin: int, shape: tuple[int, int]) -> torch.Tensor:
-        """Return the inputs of a forward pass, and let the next one add the features of its images.
+        """Return the inputs of a forward pass, and keep the features of its images for the decoder's hook.
 
         Args:
             images: the images of the step.
-            token_ids: packed tokens of the pass, from the one with the index `begin` on.
-            shape: shape of its batch.
+            token_ids: packed tokens of the pass.
+            begin: packed index of the first of them.
+            shape: shape of the pass's batch.
 
         Returns:
             Embeddings, `[*shape, hidden]`.
@@ -165,12 +168,12 @@ class RankImages:
     def _with_features(
         self, module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hook of the decoder: add the features of its pass."""
+        """Hook of the decoder: add the features of its pass to the arguments."""
         features, self._given = self._given, {}
         return args, given | features
 
     def encode_largest(self) -> None:
-        """Encode an image of the largest allowed size. If it does not fit into memory, that size is lowered."""
+        """Encode an image of the largest allowed size. While it does not fit into memory, halve the allowed tokens."""
         while True:
             try:
                 self.encoded(self.reader.largest().pixels)
@@ -181,18 +184,18 @@ class RankImages:
                 return
 
     def begin_step(self) -> None:
-        """Forget the features of a pass that has failed."""
+        """Drop the features that a failed pass may have left."""
         self._given = {}
 
     def end_probe(self) -> None:
-        """Forget the test image, and what the model has kept of it."""
+        """Drop the test image, and what the model has stored about it."""
         with self._lock:
             self._kept.clear()
         if self._has_positions:
             self._model.base_model.rope_deltas = None
 
     def probe(self, vocab_size: int) -> Probe:
-        """Return a prompt with a small image, which is kept as if it had been received."""
+        """Return a prompt with a small image, whose embeddings are computed and kept."""
         read = self.reader.probe()
         token_ids = self.reader.token_ids(read.grid)
         others = [token for token in range(vocab_size) if token not in set(token_ids)][:NUM_AROUND]
@@ -232,12 +235,12 @@ class RankImages:
         return found
 
     def decode_position(self, part: StepPart) -> int:
-        """Return the position of the only token of a part, which samples and is no placeholder."""
+        """Return the position of the only token of a decoding part. The token is in no image."""
         shift = sum(map(self._shift, part.images)) if self._has_positions else 0
         return part.num_computed_tokens + shift
 
     def _shift(self, image: PlacedImage) -> int:
-        """Return how much less the positions rise over an image than its number of tokens, as a negative number."""
+        """Return the number of positions that an image takes minus its number of tokens; never above 0."""
         merge = self.reader.merge_size
         return max(image.grid[1] // merge, image.grid[2] // merge) - image.num_tokens
 
@@ -252,7 +255,7 @@ class RankImages:
         """Return the embeddings of the images in a step; None: it has no placeholders.
 
         Raises:
-            ImagesMissing: they are neither kept, nor are the images held.
+            ImagesMissing: the embeddings of an image are not kept, and the worker does not hold the image.
         """
         found, packed = [], 0
         for part in parts:
@@ -266,11 +269,11 @@ class RankImages:
         return StepImages(found, numbers) if found else None
 
     def has_placeholders(self, parts: Sequence[StepPart]) -> bool:
-        """Return whether tokens of images are computed in a step."""
+        """Return whether a step computes placeholders of images."""
         return any(True for part in parts for _ in self._needed(part))
 
     def missing(self, parts: Sequence[StepPart]) -> frozenset[int]:
-        """Return the indices of parts that need images which are not there."""
+        """Return the indices of parts that need an image that is neither encoded nor held."""
         return frozenset(
             index for index, part in enumerate(parts) if any(not self._is_there(image) for image in self._needed(part))
         )
@@ -285,10 +288,10 @@ class RankImages:
         return is_kept or self.store.holds([image])
 
     def embedded(self, image: PlacedImage) -> Embedded:
-        """Return the embeddings of an image, which is encoded unless they are kept.
+        """Return the embeddings of an image. Encode the image unless they are kept.
 
         Raises:
-            ImagesMissing: they are not kept, and neither is the image held.
+            ImagesMissing: they are not kept, and the worker does not hold the image.
             InvalidRequest: the encoder returns another number of embeddings than the image has placeholders.
         """
         with self._lock:
@@ -327,10 +330,10 @@ class RankImages:
         return int(first), int(last)
 
     def _find_places(self, grid: tuple[int, ...]) -> np.ndarray:
-        """Return where the placeholders are among the tokens of an image, ascending."""
+        """Return the indices of the placeholders among the tokens of an image, ascending."""
         return np.flatnonzero(np.array(self.reader.token_ids(grid)) == self.reader.placeholder)
 
 
 def _joined(rows: Any) -> torch.Tensor:
-    """Return embeddings as `[embeddings, hidden]`, given one tensor or one for each image."""
+    """Return embeddings as one tensor, `[embeddings, hidden]`, given one tensor or several."""
     return (torch.cat(list(rows)) if isinstance(rows, list | tuple) else rows).flatten(0, -2)

@@ -1,7 +1,7 @@
 """Registry of LoRA adapters: which names are served with which weights. Starts at `protocol`; needs no torch.
 
-Routers write it when an operator adds or removes an adapter, and each router follows it into its own copy, from which
-it serves. Redis stores it (`redis`, `codec`); tests keep it in memory (`memory`).
+A router writes the registry when an operator adds or removes an adapter. Each router keeps a copy up to date and serves
+from it. Redis stores the registry (`redis`, `codec`); tests keep it in memory (`memory`).
 """
 
 from kvstore.adapters.memory import MemoryAdapters

@@ -3,8 +3,9 @@
     stamp (8 bytes, big-endian) | proof (SIGNATURE_BYTES) | JSON
 
 The stamp is a time in milliseconds that rises with each change. The proof is a router's signature of the key's name,
-the stamp and the JSON; without keys it is their hash, which reveals damage but proves no author. Of two values the
-one with the greater head counts, so readers agree however they are ordered.
+the stamp and the JSON. If the cluster has no secret, the proof is their hash, which reveals damage but proves no
+author. The stamp and the proof form the head. The value with the greater head wins, so all readers agree, whatever the
+order in which they read.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from kvstore.index.values import MAX_SEQ
 _HEAD = struct.Struct(f">Q{SIGNATURE_BYTES}s")
 HEAD_BYTES = _HEAD.size
 MAX_BYTES = 6 * 2**20
-"""Largest registry, in bytes. It travels whole when it has changed."""
+"""Maximum size of the registry, in bytes. Routers read the whole registry after each change."""
 MAX_TIME_S = 1e11
 
 
 def with_changed(adapters: Adapters, name: str, adapter: RegisteredAdapter | None) -> dict[str, RegisteredAdapter]:
-    """Return the registry with an adapter added or replaced, or removed if it is None.
+    """Return the registry with an adapter added or replaced, or removed if `adapter` is None.
 
     Raises:
-        Conflict: there are too many.
+        Conflict: the registry would have too many adapters.
     """
     changed = {each: one for each, one in adapters.items() if each != name}
     if adapter is not None:
@@ -58,7 +59,7 @@ def encode(key: str, stamp: int, adapters: Adapters, keys: KeyFile | None) -> by
         keys: the router's keys; None: the cluster has no secret.
 
     Raises:
-        Conflict: it is too long.
+        Conflict: the value would exceed `MAX_BYTES`.
     """
     body = json.dumps([_listed(each) for each in adapters.values()], separators=(",", ":")).encode()
     if HEAD_BYTES + len(body) > MAX_BYTES:
@@ -69,7 +70,7 @@ def encode(key: str, stamp: int, adapters: Adapters, keys: KeyFile | None) -> by
 
 
 def authentic(key: str, value: bytes, keys: KeyFile | None) -> tuple[int, bytes]:
-    """Return the stamp and the JSON of a value. Raises ValueError unless a router has written it."""
+    """Return the stamp and the JSON of a value. Raise ValueError unless a router has written the value."""
     if len(value) < HEAD_BYTES:
         raise ValueError(f"it has {len(value)} bytes")
     stamp, proof = _HEAD.unpack_from(value)
@@ -86,7 +87,7 @@ def _hash(message: bytes) -> bytes:
 
 
 def decode(body: bytes) -> dict[str, RegisteredAdapter]:
-    """Decode the registry. Fields that this release does not know are skipped. Raises ValueError."""
+    """Decode the registry, and skip fields that this release does not know. Raise ValueError if it is not valid."""
     try:
         found = json.loads(body)
     except RecursionError:
@@ -125,7 +126,7 @@ def _adapter(found: Any) -> RegisteredAdapter:
         raise ValueError(f"{digest!r:.100} is no digest")
     if type(rank) is not int or not 0 < rank <= MAX_RANK or type(num_bytes) is not int or not 0 <= num_bytes <= MAX_SEQ:
         raise ValueError(f"the rank or size of {name!r} is out of range")
-    if not isinstance(since_s, int | float) or not 0 <= since_s <= MAX_TIME_S:  # which NaN is not
+    if not isinstance(since_s, int | float) or not 0 <= since_s <= MAX_TIME_S:  # NaN fails this comparison
         raise ValueError(f"the time of {name!r} is no time")
     adapter = Adapter(name=name, path=path, digest=digest, rank=rank)
     return RegisteredAdapter(adapter=adapter, num_bytes=num_bytes, since_s=float(since_s))

@@ -1,8 +1,8 @@
-"""The registry of adapters in Redis: one string without an expiry, written only by routers (`codec`).
+"""Registry of adapters in Redis: one string without an expiry, which only routers write (`codec`).
 
-A router believes a value that a router has signed and that is newer than its copy. A value that anybody else wrote, an
-older one, or none at all makes it write its copy back. Removing the last adapter leaves an empty list, so an absent
-value means that Redis has lost its state.
+A router accepts a stored value if a router has signed it and it is not older than the router's copy. If the value is
+not signed, older or absent, the router writes its copy back. After the last adapter is removed the value is an empty
+list, so an absent value means that Redis has lost its state.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ T = TypeVar("T")
 LOOK = Script("kvstore.adapters", "look.lua")
 SWAP = Script("kvstore.adapters", "swap.lua")
 FEW = 500
-"""Number of adapters that are encoded or decoded on the event loop, in 2 ms; 10,000 take a tenth of a second."""
+"""Registries with fewer adapters are encoded and decoded on the event loop, in 2 ms; 10,000 adapters take 0.1 s."""
 ENTRY_BYTES = 160
-"""Approximate size of an adapter's entry."""
+"""Approximate size of an adapter's entry, in bytes."""
 WHOLE_S = 30.0
-"""Time after which the whole value is read again although its head is known: anybody may have altered the rest."""
+"""Time after which the whole value is read even if its head is unchanged: the rest may have been altered."""
 
 
 async def _aside(num_adapters: int, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """Do work at once, or in a thread if it would hold up the event loop for milliseconds."""
+    """Run `work` at once, or in a thread if it would block the event loop for several milliseconds."""
     return work(*args, **named) if num_adapters < FEW else await asyncio.to_thread(work, *args, **named)
 
 
 class RedisAdapters:
-    """`AdapterStore` in Redis. It does not own `connection`.
+    """`AdapterStore` in Redis. The caller owns and closes `connection`.
 
     Args:
         keys: the router's keys; None: nothing is signed, and every undamaged value is accepted.
@@ -61,18 +61,18 @@ class RedisAdapters:
     ) -> None:
         self._connection = connection
         self._turn = asyncio.Lock()
-        """Held by one call at a time: a poll would take the value before a change for an older one."""
+        """Held by one call at a time. Otherwise a poll could read the value before a change and reject it as older."""
         self._key = Keys(namespace).adapters
         self._member = keys
         self._clock = clock
         self._monotonic_s = monotonic_s
         self._adapters = NO_ADAPTERS
         self._value = b""
-        """The copy as it is stored; empty: there is none yet."""
+        """The copy in its encoded form; empty: there is no copy yet."""
         self._seen = b""
-        """Head of the stored value when it was last read, or the reason why it cannot be read; empty: there is none."""
+        """Head of the stored value at the last read, or the reason why it cannot be read; empty: there was no value."""
         self._known = b""
-        """The head if the value with it is not read again; else empty."""
+        """Head of the accepted value, which is not read again while its head is unchanged; empty: none was accepted."""
         self._whole_until_s = 0.0
         self._is_newer = False
         """True if a router has signed the stored value, but this release cannot decode it."""
@@ -127,7 +127,10 @@ class RedisAdapters:
         raise Conflict("the registry of adapters changes too often; try again")
 
     async def _adopts(self, value: bytes) -> bool:
-        """Return whether a stored value stays: it is the newest one, or one of a newer release."""
+        """Return whether a stored value is accepted: it is signed, and not older than the copy.
+
+        If a router of a newer release wrote it, the copy stays unchanged.
+        """
         if value == self._value:
             return True
         try:
@@ -150,6 +153,6 @@ class RedisAdapters:
         self._adapters = MappingProxyType(adapters)
 
     async def _swap(self, value: bytes) -> bool:
-        """Write a value, if what was last seen is still stored; return whether it was written."""
+        """Write a value if the stored one has not changed since it was last read. Return whether it was written."""
         (is_written,) = await self._connection.run(SWAP, [self._key], self._seen, value, HEAD_BYTES, MAX_BYTES)
         return bool(is_written)

@@ -1,12 +1,12 @@
-"""Images of requests: workers look at them before the prompt is placed, and keep their pixels for a while.
+"""Images of requests: before a prompt is placed, a worker decodes its images, and keeps their pixels for a while.
 
-A worker says which tokens take the place of an image. The router remembers the answers, so an image that comes again,
-as in every further turn of a chat, costs no call. Requests with the same first image ask the same worker, as long as it
-is there and not much busier than the others. Placement prefers a worker that has looked at an image, because another
-one needs its bytes and has to decode it again.
+The worker replies with the tokens that replace each image's placeholder. The router caches the replies. So an image
+that comes again, as in each further request of a conversation, needs no call. For requests with the same first image
+the router calls the same worker, while that worker is available and not much busier than the others. Placement prefers
+a worker that has decoded the images, because another one needs the bytes and must decode them again.
 
-The router keeps the bytes of images only while their request runs. What it remembers of an image has no bytes, and is
-kept by cache scope: no tenant can find out by the time of a request whether another one has sent an image.
+The router keeps the bytes of images only while their request runs. The cached replies contain no bytes. They are kept
+by cache scope: a tenant cannot learn from the duration of a request whether another tenant has sent an image.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from router.placement import ImageCosts, Mode
 from router.placement.pool_view import PoolView
 
 MAX_KEPT, MAX_KEPT_TOKENS = 4096, 2**20
-"""Maximum number of images that a router remembers, and of their tokens together: about 16 MiB."""
+"""Limits on the cached replies: the number of images, and their tokens together. They take about 16 MiB."""
 MAX_HOLDERS = 4
-"""Maximum number of workers that are remembered to hold an image."""
+"""Maximum number of workers that are recorded as holders of an image."""
 NUM_LOOKING, MAX_WAITING_BYTES = 8, 64 * 2**20
-"""Maximum number of requests whose images are looked at, and of the bytes of those that wait."""
+"""Maximum number of concurrent `Look` calls, and maximum size of the images that wait for one, in bytes."""
 BUSY_S = 2.0
-"""A worker whose prompts take this much longer than those of the least busy one is passed over."""
+"""A worker ranks last if its prompts wait this much longer than those of the least busy worker, in seconds."""
 LEAST_LOOK_S = 0.02
-"""Least cost of looking at an image again on another worker."""
+"""Least cost of decoding an image again on another worker, in seconds."""
 MAX_INLINE_BYTES = 2**18
-"""Images of more bytes are hashed in a thread."""
+"""The images of a request are hashed in a thread if they have more bytes together."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sighting:
-    """A worker's answer about an image, and where its pixels are."""
+    """A worker's reply about an image, and the workers that hold the pixels."""
 
     seen: SeenImage
     look_s: float
-    """Time that the answer took: for the bytes to arrive, and to decode them."""
+    """Time to send the bytes and decode them, in seconds."""
     holders: dict[tuple[str, int], None] = field(default_factory=dict)
-    """Workers, by id and epoch, that have had the bytes; the latest is last."""
+    """Workers, by id and epoch, that received the bytes; the latest is last."""
 
     def is_held_by(self, worker: Worker) -> bool:
         """Return whether a worker presumably holds the pixels."""
         return (worker.info.id, worker.info.epoch) in self.holders
 
     def note(self, worker: Worker) -> None:
-        """Record that a worker gets the bytes."""
+        """Record that a worker receives the bytes."""
         holder = worker.info.id, worker.info.epoch
         self.holders.pop(holder, None)
         self.holders[holder] = None
@@ -74,18 +74,18 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestImages:
-    """Images of a running request; its choices share them."""
+    """Images of a running request. All choices of the request share them."""
 
     encoded: tuple[bytes, ...] = field(repr=False)
     sightings: tuple[Sighting, ...]
-    """One per image, in their order."""
+    """One per image, in the order of the images."""
 
     @property
     def seen(self) -> tuple[SeenImage, ...]:
         return tuple(sighting.seen for sighting in self.sightings)
 
     def costs(self, spec: SequenceSpec) -> ImageCosts:
-        """Return what it costs to compute the sequence on a worker that does not hold its images."""
+        """Return the additional costs of computing the sequence on workers that do not hold all of its images."""
         saved: dict[str, float] = {}
         for sighting in set(self.sightings):
             for worker_id, _ in sighting.holders:
@@ -94,10 +94,11 @@ class RequestImages:
         return ImageCosts(total_s=total_s, saved_s=saved, end=spec.images[-1].end)
 
     def lacking(self, worker: Worker, spec: SequenceSpec, num_cached_tokens: int) -> tuple[bytes, ...]:
-        """Return the images whose pixels a worker needs and presumably lacks, and record that it gets them.
+        """Return the images that a worker needs and presumably does not hold, and record that it receives them.
 
         Args:
-            num_cached_tokens: leading tokens that it presumably caches, so that it computes none of their images.
+            num_cached_tokens: number of leading tokens that the worker presumably caches. It does not need the images
+                among them.
         """
         needed = {
             sighting: image
@@ -109,19 +110,19 @@ class RequestImages:
         return tuple(needed.values())
 
     def all(self, worker: Worker) -> tuple[bytes, ...]:
-        """Return all images, each once, and record that a worker gets them."""
+        """Return all images, each once, and record that a worker receives them."""
         for sighting in self.sightings:
             sighting.note(worker)
         return tuple(dict(zip(self.sightings, self.encoded, strict=True)).values())
 
     def forget(self, worker: Worker) -> None:
-        """Record that a worker lacks them."""
+        """Record that a worker does not hold the images."""
         for sighting in self.sightings:
             sighting.forget(worker)
 
 
 class SeenBook:
-    """What a router remembers of images, by cache scope and digest; the least recently used ones are forgotten."""
+    """Cache of workers' replies about images, by cache scope and digest. The least recently used ones are evicted."""
 
     def __init__(self, most: int = MAX_KEPT, most_tokens: int = MAX_KEPT_TOKENS) -> None:
         self._most = most
@@ -133,14 +134,14 @@ class SeenBook:
         return len(self._known)
 
     def get(self, scope: str, digest: bytes) -> Sighting | None:
-        """Return what is known of an image; None: nothing."""
+        """Return the cached reply about an image; None: there is none."""
         found = self._known.get((scope, digest))
         if found is not None:
             self._known.move_to_end((scope, digest))
         return found
 
     def add(self, scope: str, digest: bytes, sighting: Sighting) -> None:
-        """Remember an image."""
+        """Cache the reply about an image."""
         known = self._known.pop((scope, digest), None)
         self._num_tokens += len(sighting.seen.token_ids) - (len(known.seen.token_ids) if known else 0)
         self._known[scope, digest] = sighting
@@ -150,7 +151,7 @@ class SeenBook:
 
 
 class ImageLooker:
-    """Has workers look at the images of one router's requests."""
+    """Sends the images of one router's requests to workers, which decode them."""
 
     def __init__(self, *, pools: PoolView, client: WorkerClient, config: RouterConfig) -> None:
         self._pools = pools
@@ -160,11 +161,11 @@ class ImageLooker:
         self._turns = Turns(NUM_LOOKING, MAX_WAITING_BYTES)
 
     async def placeholder(self) -> int:
-        """Return the token that stands for an image in a rendered chat.
+        """Return the placeholder of an image in a rendered chat.
 
         Raises:
             Unsupported: no worker takes images.
-            NoWorker: there are no workers.
+            NoWorker: no worker became ready in time.
         """
         until_s = time.monotonic() + self._config.worker_wait_s
         while (found := self._pools.image_placeholder) is None:
@@ -174,12 +175,12 @@ class ImageLooker:
         return found
 
     async def look(self, images: Sequence[bytes], tenant: Tenant) -> RequestImages:
-        """Return what workers see of images.
+        """Return a request's images with the replies about them. A worker decodes those without a cached reply.
 
         Raises:
             InvalidRequest, Unsupported: a worker refuses an image.
-            Overloaded: too many images wait to be looked at.
-            NoWorker, WorkerFailed: no worker can look at them.
+            Overloaded: too many images wait for a worker.
+            NoWorker, WorkerFailed: no worker can decode them.
         """
         num_bytes = sum(map(len, images))
         digests = _digests(images) if num_bytes <= MAX_INLINE_BYTES else await asyncio.to_thread(_digests, images)
@@ -197,7 +198,7 @@ class ImageLooker:
         return RequestImages(encoded=tuple(images), sightings=sightings)
 
     async def _looked(self, images: Sequence[bytes], first: bytes) -> tuple[Worker, tuple[SeenImage, ...], float]:
-        """Return the worker that has looked at images, its answer, and the time that it took.
+        """Return the worker that has decoded images, its reply, and the time that the call took, in seconds.
 
         Args:
             first: digest of the request's first image.
@@ -228,9 +229,9 @@ class ImageLooker:
                 failures.append(error)
 
     def _ranked(self, first: bytes) -> list[Worker]:
-        """Return the workers that may look at the images of a request, the best one first.
+        """Return the workers that may decode the images of a request, the best one first.
 
-        Rendezvous hashing ranks them for the first image, so the turns of a chat ask the same one.
+        Rendezvous hashing with the first image ranks them, so all requests of a conversation go to the same worker.
         """
         pools, role = self._pools, Role.DECODE if self._config.mode == Mode.AGGREGATED else Role.PREFILL
         ready = [worker for worker in pools.workers if worker.info.takes_images and pools.is_trusted(worker)]
@@ -258,7 +259,7 @@ def _digests(images: Sequence[bytes]) -> list[bytes]:
 
 
 def _check(worker: Worker, seen: Sequence[SeenImage], num_images: int) -> None:
-    """Raise WorkerCallError for an answer that no worker of this release gives."""
+    """Raise WorkerCallError for a reply that no worker of this release sends."""
     if len(seen) == num_images and all(
         len(each.digest) == KEY_BYTES and len(each.grid) <= 3 and each.token_ids for each in seen
     ):
@@ -267,6 +268,6 @@ def _check(worker: Worker, seen: Sequence[SeenImage], num_images: int) -> None:
 
 
 def _compact(seen: SeenImage) -> SeenImage:
-    """Return an answer whose equal tokens are one object: most of them are the same token."""
+    """Return a reply whose equal tokens are one object, which saves memory: most tokens are the placeholder."""
     one = dict(zip(seen.token_ids, seen.token_ids, strict=True))
     return replace(seen, token_ids=tuple(one[token_id] for token_id in seen.token_ids))
