@@ -7,6 +7,8 @@ adapter and the images. `SequenceSpec.block_keys` makes the keys of a sequence.
     key_i = H(key_i-1, tokens[16i:16(i+1)])       seed = H(content id, HMAC(secret, tenant)),
                                                      with an adapter H(seed, adapter digest)
 
+If a hash block contains tokens of images, their digests, grids and places are hashed with its tokens.
+
 Keys are chained over hash blocks of 16 tokens whatever the block size, so pools with different block sizes share keys:
 the key of a block of 32 tokens is the key of its second hash block. `H` is BLAKE2b with a 16-byte digest. A fast
 non-cryptographic hash is not sufficient, because a tenant that finds a collision could read another tenant's cache.
@@ -17,16 +19,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 from array import array
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 HASH_BLOCK = 16
 """Tokens per element of the key chain. Block sizes are multiples of it."""
 KEY_BYTES = 16
 
 HASH_BLOCK_BYTES = HASH_BLOCK * 4
+NOTHING_ELSE: Mapping[int, bytes] = {}
 
 assert array("I").itemsize == 4
 
@@ -47,11 +47,17 @@ def seed_with_adapter(seed: bytes, adapter_digest: str) -> bytes:
     return hashlib.blake2b(seed + adapter_digest.encode(), digest_size=KEY_BYTES).digest()
 
 
-def block_keys(seed: bytes, token_ids: Sequence[int], block_size: int = HASH_BLOCK) -> list[bytes]:
+def block_keys(
+    seed: bytes,
+    token_ids: Sequence[int],
+    block_size: int = HASH_BLOCK,
+    others: Mapping[int, bytes] = NOTHING_ELSE,
+) -> list[bytes]:
     """Return the keys of the full blocks of `token_ids`, in order. A trailing partial block has none.
 
     Args:
         seed: the seed of the chain; for tokens that follow full blocks, the key of the last one.
+        others: what else the content of a hash block depends on, by its index among those of `token_ids`.
     """
     if block_size % HASH_BLOCK:
         raise ValueError(f"block_size must be a multiple of {HASH_BLOCK}, got {block_size}")
@@ -59,7 +65,10 @@ def block_keys(seed: bytes, token_ids: Sequence[int], block_size: int = HASH_BLO
     key = seed
     chain: list[bytes] = []
     for offset in range(0, len(packed), HASH_BLOCK_BYTES):
-        key = hashlib.blake2b(key + packed[offset : offset + HASH_BLOCK_BYTES], digest_size=KEY_BYTES).digest()
+        hashed = key + packed[offset : offset + HASH_BLOCK_BYTES]
+        if others:
+            hashed += others.get(offset // HASH_BLOCK_BYTES, b"")
+        key = hashlib.blake2b(hashed, digest_size=KEY_BYTES).digest()
         chain.append(key)
     num_hash_blocks = block_size // HASH_BLOCK
     return chain[num_hash_blocks - 1 :: num_hash_blocks]

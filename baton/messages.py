@@ -124,19 +124,21 @@ class SequenceSpec:
             end: number of tokens whose blocks are named; None: all.
         """
         begin = len(known) * block_size
-        words = token_ids[begin:end]
-        if self.images:
-            words = self._with_images(words, begin)
-        return block_keys(known[-1] if known else self.key_seed, words, block_size)
+        given = token_ids[begin:end]
+        seed = known[-1] if known else self.key_seed
+        if not self.images:
+            return block_keys(seed, given, block_size)
+        return block_keys(seed, given, block_size, self._images_by_block(begin, begin + len(given)))
 
-    def _with_images(self, words: Sequence[int], begin: int) -> Sequence[int]:
-        """Return tokens from position `begin` on with words of the images' digests in place of their placeholders."""
-        named = list(words)
+    def _images_by_block(self, begin: int, end: int) -> dict[int, bytes]:
+        """Return what names the images in each hash block between two positions, by the block's index among these."""
+        found: dict[int, bytes] = {}
         for image in self.images:
-            of_image = array("I", image.digest + array("I", image.grid).tobytes())
-            for position in range(max(begin, image.offset), min(begin + len(named), image.end)):
-                named[position - begin] = of_image[(position - image.offset) % len(of_image)]
-        return named
+            name = image.digest + array("I", (image.offset, image.num_tokens, *image.grid)).tobytes()
+            first, last = max(begin, image.offset), min(end, image.end)
+            for block in range((first - begin) // HASH_BLOCK, -(-(last - begin) // HASH_BLOCK)):
+                found[block] = found.get(block, b"") + name
+        return found
 
     @property
     def max_tokens(self) -> int:

@@ -273,7 +273,7 @@ class RouterService:
             Unsupported, Overloaded, NoWorker, WorkerFailed: no worker can look at its images.
         """
         with self._image_memory.holding(prompt, tenant.id) as encoded:
-            return (await self._encoded(prompt, encoded, tenant, truncation)).token_ids
+            return (await self._encoded(prompt, encoded, tenant, self.facts, truncation)).token_ids
 
     async def _prompt(
         self, request: GenerateRequest, encoded: Sequence[bytes], params: SamplingParams, tenant: Tenant
@@ -283,26 +283,34 @@ class RouterService:
         Args:
             encoded: its images.
         """
-        truncation = truncation_of(request.truncation, params, self.facts)
-        prompt = await self._encoded(request.prompt, encoded, tenant, truncation)
-        if start_ids := self.model.tokenizer.decoder_start_ids:
-            prompt = prompt._replace(token_ids=prompt.token_ids + start_ids)
-        return prompt
+        facts, start_ids = self.facts, self.model.tokenizer.decoder_start_ids
+        if not start_ids:
+            truncation = truncation_of(request.truncation, params, facts)
+            return await self._encoded(request.prompt, encoded, tenant, facts, truncation)
+        facts = replace(facts, max_model_len=facts.max_model_len - len(start_ids))
+        truncation = truncation_of(request.truncation, params, facts)
+        prompt = await self._encoded(request.prompt, encoded, tenant, facts, truncation)
+        return prompt._replace(token_ids=prompt.token_ids + start_ids)
 
     async def _encoded(
-        self, prompt: PromptInput, encoded: Sequence[bytes], tenant: Tenant, truncation: Truncation | None
+        self,
+        prompt: PromptInput,
+        encoded: Sequence[bytes],
+        tenant: Tenant,
+        facts: ModelFacts,
+        truncation: Truncation | None,
     ) -> _Prompt:
         check_special(prompt, tenant)
         if not encoded:
-            return _Prompt(await self._encoder.encode(prompt, tenant, self.facts, truncation))
+            return _Prompt(await self._encoder.encode(prompt, tenant, facts, truncation))
         if truncation is not None:
             name = "truncate_prompt_tokens"
             raise InvalidRequest(f"{name} cannot be combined with images, which it might cut; unset it", name)
         placeholder = await self._looker.placeholder()
-        written = await self._encoder.encode(prompt, tenant, self.facts)
+        written = await self._encoder.encode(prompt, tenant, facts)
         images = await self._looker.look(encoded, tenant)
         token_ids, placed = with_images(written, placeholder, images.seen)
-        check_prompt(token_ids, self.facts)
+        check_prompt(token_ids, facts)
         return _Prompt(token_ids, placed, images)
 
     def _sequence(

@@ -74,6 +74,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "marian": OF_BART | {"decoder_start_token_id": 511, "decoder_vocab_size": VOCAB_SIZE, "pad_token_id": 511},
     "m2m_100": OF_BART,
 }
+MAX_LEN = 1000
 NUM_TOKENS = 800
 """Tokens of each answer in a cluster, in the middle of which a worker leaves or dies: these models are quick."""
 ENGINE = EngineConfig(num_blocks=128, max_num_batched_tokens=256, max_num_seqs=8, max_model_len=256)
@@ -266,7 +267,7 @@ def served(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> 
         *("--model", str(folder)),
         cluster_decode="2",
         engine_num_blocks="320",
-        engine_max_model_len="1024",
+        engine_max_model_len=str(MAX_LEN),
         engine_max_num_batched_tokens="1100",
         router_mode="disaggregated",
         router_slo_classes='{"default": {"ttft_ms": 600000, "itl_ms": 600000}}',
@@ -293,6 +294,15 @@ def test_a_cluster_answers_with_the_kv_that_was_transferred(served: Served) -> N
 def test_what_has_no_meaning_for_an_encoder_is_refused_by_the_router(served: Served) -> None:
     with pytest.raises(grpc.RpcError, match="prompt_logprobs needs a model that continues its prompt"):
         served.cluster.generate(token_ids=[5, 6], sampling=sampling(4) | {"prompt_logprobs": 1})
+
+
+def test_the_start_of_the_decoder_counts_among_the_tokens_of_a_prompt(served: Served) -> None:
+    """Also where a prompt is cut to what fits."""
+    too_long = [5 + number % 400 for number in range(MAX_LEN - 1)]
+    with pytest.raises(grpc.RpcError, match=f"{MAX_LEN - 1} tokens"):
+        served.cluster.generate(token_ids=too_long, sampling=sampling(1))
+    cut = served.cluster.generate(token_ids=too_long, sampling=sampling(6), truncate_prompt_tokens=-1)
+    assert (cut.usage.prompt_tokens, len(cut.token_ids)) == (MAX_LEN - 6, 6)
 
 
 @pytest.mark.chaos
