@@ -159,14 +159,17 @@ class TransformersRunner(LogitsRunner):
         """
         steps = [largest_step(engine, self._model_len, self.spec, is_scored=each) for each in (True, False)]
 
+        num_beside = 0
+        if isinstance(images := self.rank.images, RankImages):
+            images.encode_largest()  # a first time, since what does not fit must not be measured
+            num_beside = device_memory.taken_by(devices[0], images.encode_largest)
+
         def compute() -> None:
-            if isinstance(self.rank.images, RankImages):
-                self.rank.images.encode_largest()
+            beside = torch.empty(num_beside, dtype=torch.uint8, device=devices[0])  # images are encoded beside steps
             for step in steps:
                 self._executed(step, ignore_layer, False)
+            del beside
 
-        if isinstance(self.rank.images, RankImages):
-            self.rank.images.encode_largest()  # a first time, since what does not fit must not be measured
         try:
             memory = device_memory.measured(devices[0], compute)
         except Exception as error:  # the model's own code
