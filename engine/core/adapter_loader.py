@@ -63,7 +63,7 @@ class AdapterLoader:
         """Wait until an adapter is loaded, pin its slot, and return the slot. The caller must unpin it.
 
         Raises:
-            WorkerFailed: this worker cannot read the adapter.
+            AdapterUnreadable: this worker cannot read the adapter.
             InvalidRequest: the folder no longer holds the content that was registered.
             BatonError: `hand_back` was called with this error.
         """
@@ -127,10 +127,12 @@ class AdapterLoader:
             self._give(adapter.digest)
         else:
             self._slots.failed(adapter.digest)
-            logger.warning("adapter %s cannot be loaded: %s", adapter.name, error)
+            logger.warning(
+                "adapter %s in %s cannot be loaded: %s", adapter.name, adapter.path, error.__cause__ or error
+            )
             if not isinstance(error, BatonError):  # an error of the device, or a defect
-                reason = in_one_line(error) if isinstance(error, Exception) else repr(error)
-                error = WorkerFailed(f"the worker could not load adapter {adapter.name}: {reason}")
+                text = in_one_line(error) if isinstance(error, Exception) else repr(error)
+                error = WorkerFailed(f"the worker could not load adapter {adapter.name}: {text}")
             _fail(self._wanted.pop(adapter.digest), error)
         self.advance()
 

@@ -404,7 +404,7 @@ class Runner(Protocol):
         Called in one thread at a time, but also while a step runs that does not use the slot.
 
         Raises:
-            WorkerFailed: this worker cannot read it.
+            AdapterUnreadable: this worker cannot read it.
             InvalidRequest: its folder does not hold what was registered.
         """
         ...

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from baton.adapters import WEIGHTS_FILE
-from baton.errors import DeviceLost, InvalidRequest, Overloaded, Unsupported, WorkerDraining, WorkerFailed
+from baton.errors import AdapterUnreadable, DeviceLost, InvalidRequest, Overloaded, Unsupported, WorkerDraining
 from baton.messages import Adapter, SequenceSpec
 from baton.tasks import cancel_and_wait
 from engine.core.adapters import AdapterSlots, needs_adapter
@@ -304,8 +304,8 @@ async def test_a_folder_that_this_worker_cannot_read_may_be_read_by_another(adap
     async with running(max_adapters=1) as (loop, _):
         tasks = [asyncio.create_task(answer(loop, spec_of(each, each.name))) for each in (adapters[0], *adapters[:2])]
         await asyncio.wait(tasks)
-        assert [type(task.exception()) for task in tasks] == [WorkerFailed, WorkerFailed, type(None)]
-        assert "cannot read adapter adapter-0" in str(tasks[0].exception())
+        assert [type(task.exception()) for task in tasks] == [AdapterUnreadable, AdapterUnreadable, type(None)]
+        assert "cannot read the folder of adapter adapter-0" in str(tasks[0].exception())
         (Path(adapters[0].path) / "elsewhere").rename(Path(adapters[0].path) / WEIGHTS_FILE)
         assert await answer(loop, spec_of(adapters[0])) == told(spec_of(adapters[0]))
 
