@@ -235,10 +235,7 @@ def require_servable(spec: SequenceSpec) -> None:
         (spec.ttft_s >= 0 and spec.itl_s >= 0, "ttft_s and itl_s must be at least 0"),  # which NaN is not
         (len(spec.cache_seed) <= KEY_BYTES, f"cache_seed must have at most {KEY_BYTES} bytes"),
         (_are_placed(spec), "its images must have a digest and a place of their own in the prompt"),
-        (
-            _may_be_registered(spec.adapter),
-            "its adapter must have fields that can be registered",
-        ),
+        (_may_be_registered(spec.adapter), "its adapter must have fields that can be registered"),
     ):
         if not ok:
             raise InvalidRequest(f"a worker cannot serve this sequence: {rule}")
