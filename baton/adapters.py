@@ -20,7 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from baton.errors import InvalidRequest, WorkerFailed
+from baton.errors import AdapterUnreadable, InvalidRequest
 from baton.messages import Adapter
 from baton.model_files import open_own
 from baton.plain_files import parse_json
@@ -147,13 +147,16 @@ def load_registered(adapter: Adapter) -> tuple[AdapterFacts, bytes]:
     """Return the description and the weights of a registered adapter, if its folder has not changed.
 
     Raises:
-        WorkerFailed: this worker cannot read the folder; another one may.
+        AdapterUnreadable: this worker cannot read the folder; another one may. The message does not contain the path,
+            because clients see it; `__cause__` does.
         InvalidRequest: the folder holds other content, and so would be refused by every worker.
     """
     try:
         facts, content = load_adapter(adapter.path)
     except OSError as error:
-        raise WorkerFailed(f"this worker cannot read adapter {adapter.name} in {adapter.path}: {error}") from error
+        raise AdapterUnreadable(
+            f"this worker cannot read the folder of adapter {adapter.name}; have the operator look at the worker's log"
+        ) from error
     except InvalidRequest as error:
         raise InvalidRequest(f"the folder of adapter {adapter.name} has changed: {error}; add it again") from error
     if facts.digest != adapter.digest:

@@ -22,6 +22,7 @@
     ├── NoController               UNAVAILABLE          503   no controller is alive to change the pools
     ├── Conflict                   FAILED_PRECONDITION  503   an order conflicts with the cluster's state
     ├── ImagesMissing              FAILED_PRECONDITION  503   a worker lacks images of a prompt; send their bytes
+    ├── AdapterUnreadable          UNAVAILABLE          503   a worker cannot read an adapter; another may serve
     ├── TransferError              ABORTED              503   KV did not arrive; the prompt is recomputed elsewhere
     │   ├── TransferCancelled      ABORTED              503   nothing failed: the KV is no longer wanted
     │   ├── TransferRefused        FAILED_PRECONDITION  503   the two sides are incompatible; the message says why
@@ -193,6 +194,13 @@ class ImagesMissing(BatonError):
         self, message: str = "this worker does not hold the bytes of the prompt's images; send them with the request"
     ) -> None:
         super().__init__(message)
+
+
+class AdapterUnreadable(BatonError):
+    """The worker cannot read the adapter of this request. It serves others, and another worker may serve this one."""
+
+    status = "UNAVAILABLE"
+    http = 503
 
 
 class TransferError(BatonError):

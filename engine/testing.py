@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import cache
@@ -143,9 +144,12 @@ class ArithmeticRunner:
         require_rank(facts, self._max_adapter_rank)
         return facts
 
-    def load_adapter(self, adapter: Adapter, slot: int) -> None:
-        """See `Runner.load_adapter`."""
+    def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:
+        """See `Runner.read_adapter`."""
         facts, _ = load_registered(adapter)
+        return lambda slot: self._put_adapter(facts, slot)
+
+    def _put_adapter(self, facts: AdapterFacts, slot: int) -> None:
         self._adapters[slot] = adapter_number(facts.digest)
 
     def prepare(self, params: SamplingParams) -> None:

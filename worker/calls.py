@@ -30,6 +30,7 @@ from baton.errors import BatonError, InvalidRequest, Unsupported
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
 from baton.images import MAX_REQUEST_BYTES
 from baton.messages import (
+    Adapter,
     CallEnded,
     CancelCall,
     DecodeRequest,
@@ -41,6 +42,7 @@ from baton.messages import (
     SequenceSpec,
     StartCall,
 )
+from baton.registered_adapters import DIGEST, MAX_RANK, check_name, check_path
 from baton.rpc.errors import to_failed
 from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
 from baton.telemetry import logs, tracing
@@ -233,6 +235,7 @@ def require_servable(spec: SequenceSpec) -> None:
         (spec.ttft_s >= 0 and spec.itl_s >= 0, "ttft_s and itl_s must be at least 0"),  # which NaN is not
         (len(spec.cache_seed) <= KEY_BYTES, f"cache_seed must have at most {KEY_BYTES} bytes"),
         (_are_placed(spec), "its images must have a digest and a place of their own in the prompt"),
+        (_may_be_registered(spec.adapter), "its adapter must have fields that can be registered"),
     ):
         if not ok:
             raise InvalidRequest(f"a worker cannot serve this sequence: {rule}")
@@ -246,6 +249,18 @@ def _are_placed(spec: SequenceSpec) -> bool:
             return False
         end = image.end
     return end <= spec.num_prompt_tokens
+
+
+def _may_be_registered(adapter: Adapter | None) -> bool:
+    """Return whether an adapter is None, or one that an operator may have registered."""
+    if adapter is None:
+        return True
+    try:
+        check_name(adapter.name, model_id="")  # this worker need not know the model's name
+        check_path(adapter.path)
+    except InvalidRequest:
+        return False
+    return DIGEST.fullmatch(adapter.digest) is not None and 0 < adapter.rank <= MAX_RANK
 
 
 def _may_search(spec: SequenceSpec) -> bool:

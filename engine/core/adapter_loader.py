@@ -1,5 +1,9 @@
 """Loads adapters for the sequences that wait for them, one at a time, in a thread.
 
+    read and check the folder ──> wait for a slot ──> put the adapter into the slot
+
+An adapter gets a slot only once it is read, so one that cannot be read takes no slot from another.
+
 A sequence waits here before it is added to the engine, so it holds no blocks while it waits. A sequence that holds
 blocks never waits here. So these two kinds of sequences cannot deadlock. Adapters are loaded in the order in which they
 were first requested. All sequences of one adapter wait for the same load.
@@ -13,15 +17,28 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from baton.errors import BatonError, WorkerFailed, in_one_line
+from baton.errors import AdapterUnreadable, BatonError, WorkerFailed, in_one_line
 from baton.messages import Adapter
+from baton.registered_adapters import CHECK_S
 from baton.tasks import seen_through
 from engine.core.adapters import AdapterSlots
 
 logger = logging.getLogger(__name__)
 LATEST = 0.3
 """Weight of the latest load in the mean load time."""
+LOAD_S = CHECK_S
+"""Time after which a load counts as hanging, in seconds."""
+FAILED_S = 5.0
+"""How long an adapter that could not be loaded is refused without another attempt, in seconds."""
+MAX_FAILED = 1024
+"""Maximum number of such adapters that are remembered."""
+_Key = tuple[str, str]
+"""Digest and path of an adapter: the same content may have been registered in a folder that is now gone."""
+_Put = Callable[[int], None]
+A = TypeVar("A")
+R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -31,6 +48,10 @@ class _Wanted:
     adapter: Adapter
     waiting: list[asyncio.Future[int]] = field(default_factory=list)
     """One future per sequence; its result is the slot."""
+    put: _Put | None = None
+    """Puts the adapter into a slot; None: it is not read yet."""
+    read_s: float = 0.0
+    """How long it took to read it."""
 
 
 class AdapterLoader:
@@ -38,20 +59,24 @@ class AdapterLoader:
 
     Args:
         slots: the slots.
-        load: reads an adapter and loads it into a slot. It is called in a thread, possibly during a step that does not
-            use the slot.
+        read: reads an adapter and returns a function that puts it into a slot; see `Runner.read_adapter`. Both are
+            called in a thread, possibly during a step that does not use the slot.
 
     Attributes:
         load_s: recent mean time to load an adapter, in seconds; 0: none was loaded yet.
     """
 
-    def __init__(self, slots: AdapterSlots, load: Callable[[Adapter, int], None]) -> None:
+    def __init__(self, slots: AdapterSlots, read: Callable[[Adapter], _Put]) -> None:
         self.load_s = 0.0
         self._slots = slots
-        self._load = load
+        self._read = read
         self._thread: ThreadPoolExecutor | None = None
-        self._wanted: dict[str, _Wanted] = {}
-        """Adapters by digest, in the order in which they are loaded."""
+        self._wanted: dict[_Key, _Wanted] = {}
+        """Adapters in the order in which they are loaded."""
+        self._failed: dict[_Key, tuple[float, BatonError]] = {}
+        """Adapters that could not be loaded, each with the time until which it is refused; the next to end is first."""
+        self._is_stuck = False
+        """Whether the load in progress hangs."""
         self._loading: asyncio.Task[None] | None = None
 
     @property
@@ -63,14 +88,17 @@ class AdapterLoader:
         """Wait until an adapter is loaded, pin its slot, and return the slot. The caller must unpin it.
 
         Raises:
-            WorkerFailed: this worker cannot read the adapter.
+            AdapterUnreadable: this worker cannot read the adapter, or a load hangs.
             InvalidRequest: the folder no longer holds the content that was registered.
             BatonError: `hand_back` was called with this error.
         """
-        if adapter.digest not in self._wanted and (slot := self._slots.pin(adapter.digest)) is not None:
+        key = adapter.digest, adapter.path
+        if key not in self._wanted and (slot := self._slots.pin(adapter.digest)) is not None:
             return slot
+        if (refusal := self._refusal(key)) is not None:
+            raise refusal
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        wanted = self._wanted.setdefault(adapter.digest, _Wanted(adapter))
+        wanted = self._wanted.setdefault(key, _Wanted(adapter))
         wanted.waiting.append(future)
         self.advance()
         try:
@@ -86,15 +114,17 @@ class AdapterLoader:
     def advance(self) -> None:
         """Give slots to sequences and start the next load, if possible. Call this after each unpinning of a slot."""
         while self._wanted and self._loading is None:
-            digest, wanted = next(iter(self._wanted.items()))
+            key, wanted = next(iter(self._wanted.items()))
             if not wanted.waiting:
-                del self._wanted[digest]
+                del self._wanted[key]
                 self._slots.stay()
-            elif self._slots.is_loaded(digest):
+            elif self._slots.is_loaded(wanted.adapter.digest):
                 self._slots.stay()
-                self._give(digest)
-            elif (slot := self._slots.reserve(digest)) is not None:
-                self._loading = asyncio.create_task(self._loaded(wanted.adapter, slot), name="adapter")
+                self._give(key)
+            elif wanted.put is None:
+                self._loading = asyncio.create_task(self._is_read(wanted), name="adapter")
+            elif (slot := self._slots.reserve(wanted.adapter.digest)) is not None:
+                self._loading = asyncio.create_task(self._loaded(wanted, wanted.put, slot), name="adapter")
             else:
                 return
 
@@ -112,33 +142,82 @@ class AdapterLoader:
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 
-    async def _loaded(self, adapter: Adapter, slot: int) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "adapters")
-        began_s = time.monotonic()
-        loading = asyncio.wrap_future(self._thread.submit(self._load, adapter, slot))
-        await seen_through(loading)
-        self._loading = None
-        if (error := loading.exception()) is None:
-            took_s = time.monotonic() - began_s
+    async def _is_read(self, wanted: _Wanted) -> None:
+        reading, wanted.read_s = await self._in_thread(self._read, wanted.adapter)
+        if (error := reading.exception()) is None:
+            wanted.put = reading.result()
+        else:
+            self._give_up(wanted.adapter, error)
+        self.advance()
+
+    async def _loaded(self, wanted: _Wanted, put: _Put, slot: int) -> None:
+        adapter = wanted.adapter
+        putting, took_s = await self._in_thread(put, slot)
+        if (error := putting.exception()) is None:
+            took_s += wanted.read_s
             self.load_s += LATEST * (took_s - self.load_s) if self.load_s else took_s
             self._slots.loaded(adapter.digest)
             logger.info("adapter %s is loaded into slot %d in %.3f s", adapter.name, slot, took_s)
-            self._give(adapter.digest)
+            self._give((adapter.digest, adapter.path))
         else:
             self._slots.failed(adapter.digest)
-            logger.warning("adapter %s cannot be loaded: %s", adapter.name, error)
-            if not isinstance(error, BatonError):  # an error of the device, or a defect
-                reason = in_one_line(error) if isinstance(error, Exception) else repr(error)
-                error = WorkerFailed(f"the worker could not load adapter {adapter.name}: {reason}")
-            _fail(self._wanted.pop(adapter.digest), error)
+            self._give_up(adapter, error)
         self.advance()
 
-    def _give(self, digest: str) -> None:
+    async def _in_thread(self, call: Callable[[A], R], given: A) -> tuple[asyncio.Future[R], float]:
+        """Call a function in the thread. Return its future, which is done, and how many seconds it took.
+
+        If it hangs, all waiting sequences are handed back: the thread cannot be interrupted, and loads nothing else.
+        """
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "adapters")
+        began_s = time.monotonic()
+        running = asyncio.wrap_future(self._thread.submit(call, given))
+        limit = asyncio.get_running_loop().call_later(LOAD_S, self._hangs)
+        try:
+            await seen_through(running)
+        finally:
+            limit.cancel()
+        self._loading, self._is_stuck = None, False
+        return running, time.monotonic() - began_s
+
+    def _hangs(self) -> None:
+        self._is_stuck = True
+        logger.error("an adapter is not loaded after %g s; check the file system that holds it", LOAD_S)
+        self.hand_back(_stuck())
+
+    def _refusal(self, key: _Key) -> BatonError | None:
+        """Return why an adapter that is not loaded is refused at once; None: sequences may wait for it."""
+        if self._is_stuck:
+            return _stuck()
+        until_s, error = self._failed.get(key, (0.0, None))
+        if error is None or time.monotonic() >= until_s:
+            return None
+        return type(error)(str(error))  # each has a traceback of its own
+
+    def _give_up(self, adapter: Adapter, error: BaseException) -> None:
+        """Fail the sequences that wait for an adapter, and refuse others for a while: it may take long to read."""
+        reason = error.__cause__ or error
+        logger.warning("adapter %s in %s cannot be loaded: %s", adapter.name, adapter.path, reason)
+        if not isinstance(error, BatonError):  # an error of the device, or a defect
+            text = in_one_line(error) if isinstance(error, Exception) else repr(error)
+            error = WorkerFailed(f"the worker could not load adapter {adapter.name}: {text}")
+        key = adapter.digest, adapter.path
+        _fail(self._wanted.pop(key), error)
+        self._failed.pop(key, None)
+        self._failed[key] = time.monotonic() + FAILED_S, type(error)(str(error))  # without the frames of the other
+        if len(self._failed) > MAX_FAILED:
+            del self._failed[next(iter(self._failed))]
+
+    def _give(self, key: _Key) -> None:
         """Pin the slot of a loaded adapter for each sequence that waits for it, and wake these sequences."""
-        for future in self._wanted.pop(digest).waiting:
-            if not future.done() and (slot := self._slots.pin(digest)) is not None:
+        for future in self._wanted.pop(key).waiting:
+            if not future.done() and (slot := self._slots.pin(key[0])) is not None:
                 future.set_result(slot)
+
+
+def _stuck() -> AdapterUnreadable:
+    return AdapterUnreadable("this worker reads no adapters now, because one takes too long; try again later")
 
 
 def _fail(wanted: _Wanted, reason: BatonError) -> None:

@@ -94,9 +94,9 @@ class DraftedRunner:
         """See `Runner.check_adapter`. Drafts are made without adapters."""
         return self.target.check_adapter(path)
 
-    def load_adapter(self, adapter: Adapter, slot: int) -> None:
-        """See `Runner.load_adapter`."""
-        self.target.load_adapter(adapter, slot)
+    def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:
+        """See `Runner.read_adapter`."""
+        return self.target.read_adapter(adapter)
 
     def recover(self) -> None:
         """See `Runner.recover`."""

@@ -84,7 +84,7 @@ class EngineLoop:
         """Changed on the event loop and read by the step threads: values are replaced, never changed in place."""
         self._num_layers = engine.runner.spec.num_layers
         self._preparing = Turns(NUM_PREPARING, MAX_PREPARING)
-        self._adapters = AdapterLoader(engine.adapters, engine.runner.load_adapter)
+        self._adapters = AdapterLoader(engine.adapters, engine.runner.read_adapter)
         self._checking = asyncio.Lock()
         self._decoding, self._encoding = Turns(1, MAX_LOOKING), Turns(1, MAX_PREPARING)
         self._wake = asyncio.Event()

@@ -398,13 +398,14 @@ class Runner(Protocol):
         """
         ...
 
-    def load_adapter(self, adapter: Adapter, slot: int) -> None:
-        """Read an adapter and put it into a slot, on every rank. Steps that are launched afterwards may use the slot.
+    def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:
+        """Read and check an adapter. Return a function that puts it into a slot, on every rank.
 
-        Called in one thread at a time, but also while a step runs that does not use the slot.
+        Steps that are launched after this function has returned may use the slot. Both functions are called in one
+        thread at a time, but also while a step runs that does not use the slot.
 
         Raises:
-            WorkerFailed: this worker cannot read it.
+            AdapterUnreadable: this worker cannot read it.
             InvalidRequest: its folder does not hold what was registered.
         """
         ...

@@ -160,6 +160,7 @@ class ServingEngine(Protocol):
             InvalidRequest: it cannot fit, or has a token id outside the model's vocabulary, or the folder of its
                 adapter holds something else than what was registered.
             Unsupported: it has an adapter, and this engine holds none.
+            AdapterUnreadable: this worker cannot read its adapter.
             WorkerFailed: this worker cannot load its adapter.
             TransferRefused: it cannot continue from KV of another worker.
             ImagesMissing: it is computed here, and an image is neither cached, nor has `look` or `keep_images` received

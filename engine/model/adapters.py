@@ -279,18 +279,19 @@ class ModelAdapters:
 
         The model's code uses the weights of other maps in another way, so `require_fit` refuses adapters for them.
         """
-        self._called.clear()
-        hooks = [module.register_forward_pre_hook(self._note) for module in self._linear]
+        called: dict[str, bool] = {}
+        hooks = [module.register_forward_pre_hook(functools.partial(self._note, called)) for module in self._linear]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+        self._called = called  # not if the pass failed: what an earlier one has recorded is still right
 
-    def _note(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+    def _note(self, called: dict[str, bool], module: nn.Module, given: tuple[Any, ...]) -> None:
         pieces: tuple[Piece, ...] = getattr(module, NAME)
         is_whole = bool(given) and given[0].shape[:-1].numel() == self.num_tokens
-        self._called[pieces[0].name] = is_whole and self._called.get(pieces[0].name, True)
+        called[pieces[0].name] = is_whole and called.get(pieces[0].name, True)
 
     def make(self) -> None:
         """Create the stacks of the maps that `watched` recorded.

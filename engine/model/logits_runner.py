@@ -201,8 +201,8 @@ class LogitsRunner(ABC):
         """See `Runner.check_adapter`; only called if there are slots."""
         raise NotImplementedError
 
-    def load_adapter(self, adapter: Adapter, slot: int) -> None:
-        """See `Runner.load_adapter`; only called if there are slots."""
+    def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:
+        """See `Runner.read_adapter`; only called if there are slots."""
         raise NotImplementedError
 
     def recover(self) -> None:

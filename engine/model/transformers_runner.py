@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -227,12 +227,17 @@ class TransformersRunner(LogitsRunner):
         self.rank.adapters.require_fit(facts)
         return facts
 
-    def load_adapter(self, adapter: Adapter, slot: int) -> None:
-        """See `Runner.load_adapter`."""
+    def read_adapter(self, adapter: Adapter) -> Callable[[int], None]:
+        """See `Runner.read_adapter`."""
         assert self.rank.adapters is not None, "this runner has no adapters"
         facts, content = load_registered(adapter)
         self.rank.adapters.require_fit(facts)
         weights = AdapterWeights.of(facts, content, self.rank.model.dtype)
+        kept = b"" if self._others is None else content
+        return lambda slot: self._put_adapter(slot, facts, kept, weights)
+
+    def _put_adapter(self, slot: int, facts: AdapterFacts, content: bytes, weights: AdapterWeights) -> None:
+        assert self.rank.adapters is not None
         if self._others is not None:
             self._others.load_adapter(AdapterForRanks(slot, facts, content))
         self.rank.adapters.load(slot, weights)

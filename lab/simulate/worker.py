@@ -119,7 +119,7 @@ class CostlyRunner:
         """Refuse: nothing is computed here."""
         raise NotImplementedError
 
-    def load_adapter(self, adapter: Adapter, slot: int) -> NoReturn:
+    def read_adapter(self, adapter: Adapter) -> NoReturn:
         """Refuse: there are no slots."""
         raise NotImplementedError
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from baton.cluster import WorkerInfo
 from baton.errors import (
+    AdapterUnreadable,
     BatonError,
     LostInStep,
     Overloaded,
@@ -43,9 +44,10 @@ class Avoidance:
     """Workers and modes that the next placement of a choice avoids."""
 
     refused: frozenset[str] = frozenset()
-    """Workers that refused the choice because their queue was full or they do not support a requested field."""
-    unsupported: Unsupported | None = None
-    """The last refusal because of a field."""
+    """Workers that refused the choice: their queue was full, they do not support a requested field, or they cannot read
+    its adapter."""
+    refusal: Unsupported | AdapterUnreadable | None = None
+    """The last refusal for another reason than a full queue."""
     no_sources: frozenset[str] = frozenset()
     """Workers from which no prefix is pulled: sources of failed attempts, and workers that failed to transfer."""
     doubted: frozenset[str] = frozenset()
@@ -79,13 +81,13 @@ def to_avoid(failures: Sequence[Failure]) -> Avoidance:
     refused: set[str] = set()
     no_sources: set[str] = set()
     doubted: set[str] = set()
-    unsupported: Unsupported | None = None
+    refusal: Unsupported | AdapterUnreadable | None = None
     num_failed_transfers = 0
     for failure in failures:
         error, placement = failure.error, failure.placement
-        if isinstance(error, Overloaded | Unsupported):
+        if isinstance(error, Overloaded | Unsupported | AdapterUnreadable):
             refused.add(failure.worker.id)  # it refused before it pulled, so the source is not suspect
-            unsupported = error if isinstance(error, Unsupported) else unsupported
+            refusal = refusal if isinstance(error, Overloaded) else error
             continue
         no_sources.add(placement.source)
         if isinstance(error, TransferError):
@@ -99,7 +101,7 @@ def to_avoid(failures: Sequence[Failure]) -> Avoidance:
                 doubted |= pair - {failure.worker.id}
     return Avoidance(
         refused=frozenset(refused),
-        unsupported=unsupported,
+        refusal=refusal,
         no_sources=frozenset(no_sources),
         doubted=frozenset(doubted),
         kv_transfer=num_failed_transfers >= MAX_FAILED_TRANSFERS,

@@ -83,7 +83,7 @@ class WorkerSelector:
                 believed = next(c.num_cached_tokens for c in candidates if c.worker_id == placement.computes)
                 return self._assigned(spec, prompt, placement, believed)
             if avoid.refused:
-                raise avoid.unsupported or Overloaded("every worker's queue is full; try again later")
+                raise avoid.refusal or Overloaded("every worker's queue is full; try again later")
             self._give_up(choice, spec, unfit, is_late=time.monotonic() >= deadline)
             await self.pools.wait_for_change(deadline - time.monotonic())
 

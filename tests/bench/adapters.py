@@ -37,7 +37,7 @@ def run(quick: bool, parts: Collection[str] = PARTS) -> Report:
             if type(module) is nn.Linear and name != "lm_head"
         }
         for slot in range(1, NUM_ADAPTERS + 1):
-            adapted.load_adapter(save_adapter(Path(folder) / f"{slot}", shapes, RANK, slot), slot)
+            adapted.read_adapter(save_adapter(Path(folder) / f"{slot}", shapes, RANK, slot))(slot)
     num_rounds, num_steps = (2, 5) if quick else (9, 12)
     table = Table(
         f"Decode steps, SmolLM2-135M in float32 on transformers, rank {RANK}, all projections, {num_rounds} rounds",

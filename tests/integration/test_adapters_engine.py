@@ -209,7 +209,7 @@ async def test_the_logits_are_those_of_the_merged_weights(kind: str, tmp_path: P
     runner = make_runner_of(tmp_path / "model")
     for slot, adapter in enumerate(adapters):
         if adapter is not None:
-            runner.load_adapter(adapter, slot)
+            runner.read_adapter(adapter)(slot)
     logits = dict[int, list[torch.Tensor]]()
     engine = engine_of(runner, CONFIG)
     compute = runner._compute
@@ -332,7 +332,7 @@ def test_drafts_are_checked_with_the_adapter(tmp_path: Path) -> None:
     known = [expected(reference, spec) for spec in specs]
     runner = make_runner_of(tmp_path / "model")
     engine = engine_of(runner, CONFIG)
-    runner.load_adapter(adapter, 1)
+    runner.read_adapter(adapter)(1)
     engine.adapters.reserve(adapter.digest)
     engine.adapters.loaded(adapter.digest)
     assert engine.scheduler.drafter is not None

@@ -21,7 +21,7 @@ from baton.adapters import (
     load_registered,
     read_adapter,
 )
-from baton.errors import InvalidRequest, WorkerFailed
+from baton.errors import AdapterUnreadable, InvalidRequest
 from baton.memory import adapters_bytes
 from tests.support.adapters import ONE, registered, save_adapter, save_config, save_tensors
 
@@ -242,8 +242,10 @@ def test_only_what_was_registered_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"the folder of adapter one has changed: .*DoRA"):
         load_registered(adapter)
     (tmp_path / "one" / CONFIG_FILE).unlink()
-    with pytest.raises(WorkerFailed, match="this worker cannot read adapter one"):
+    with pytest.raises(AdapterUnreadable, match="this worker cannot read the folder of adapter one") as raised:
         load_registered(adapter)
+    assert str(tmp_path) not in str(raised.value), "clients see the message"
+    assert str(tmp_path) in str(raised.value.__cause__)
 
 
 def test_a_long_pattern_takes_no_long_time(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from baton import wire
 from baton.cluster import Role, WorkerState
 from baton.errors import InvalidRequest, WorkerDraining
 from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
-from baton.messages import DecodeRequest, Event, Migrate, NewTokens, PlacedImage, SequenceSpec, StartCall
+from baton.messages import Adapter, DecodeRequest, Event, Migrate, NewTokens, PlacedImage, SequenceSpec, StartCall
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
 from baton.tasks import cancel_and_wait
@@ -224,3 +224,32 @@ def test_images_that_lie_in_the_prompt_are_served() -> None:
 def test_images_that_have_no_place_of_their_own_are_refused(images: tuple[PlacedImage, ...]) -> None:
     with pytest.raises(InvalidRequest, match="its images must have"):
         require_servable(replace(sequence_spec((5,) * 12, max_tokens=4), images=images))
+
+
+ADAPTER = Adapter(name="org/poet", path="/adapters/poet", digest="0a" * 16, rank=2**16)
+
+
+def test_an_adapter_that_can_be_registered_is_served() -> None:
+    require_servable(sequence_spec(adapter=ADAPTER))
+    require_servable(sequence_spec(adapter=None))
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        replace(ADAPTER, name=""),
+        replace(ADAPTER, name="poet\nroot"),
+        replace(ADAPTER, name="p" * 129),
+        replace(ADAPTER, path="adapters/poet"),
+        replace(ADAPTER, path="/adapters\0"),
+        replace(ADAPTER, path="/" * 1025),
+        replace(ADAPTER, digest=""),
+        replace(ADAPTER, digest="0A" * 16),
+        replace(ADAPTER, digest="0a" * 33),
+        replace(ADAPTER, rank=0),
+        replace(ADAPTER, rank=2**16 + 1),
+    ],
+)
+def test_an_adapter_that_cannot_be_registered_is_refused(adapter: Adapter) -> None:
+    with pytest.raises(InvalidRequest, match="its adapter must have"):
+        require_servable(sequence_spec(adapter=adapter))

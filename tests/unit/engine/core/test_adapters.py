@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.adapters import WEIGHTS_FILE
-from baton.errors import DeviceLost, InvalidRequest, Overloaded, Unsupported, WorkerDraining, WorkerFailed
+from baton.errors import AdapterUnreadable, DeviceLost, InvalidRequest, Overloaded, Unsupported, WorkerDraining
 from baton.messages import Adapter, SequenceSpec
 from baton.tasks import cancel_and_wait
 from engine.core.adapters import AdapterSlots, needs_adapter
@@ -131,14 +132,19 @@ class Gate:
         self.is_open = threading.Event()
         self.loaded: list[str] = []
         self.started: list[str] = []
-        self._load = runner.load_adapter
-        runner.load_adapter = self.load  # type: ignore[method-assign]
+        self._read = runner.read_adapter
+        runner.read_adapter = self.read  # type: ignore[method-assign]
 
-    def load(self, adapter: Adapter, slot: int) -> None:
+    def read(self, adapter: Adapter) -> Callable[[int], None]:
         self.started.append(adapter.name)
         assert self.is_open.wait(20)
-        self._load(adapter, slot)
-        self.loaded.append(adapter.name)
+        put = self._read(adapter)
+
+        def load(slot: int) -> None:
+            put(slot)
+            self.loaded.append(adapter.name)
+
+        return load
 
 
 @contextlib.asynccontextmanager
@@ -232,7 +238,8 @@ async def test_a_sequence_that_is_cancelled_while_its_adapter_is_loaded_leaves_n
         gate.is_open.set()
         assert await behind == told(spec_of(adapters[1]))
         assert loop.load().adapters == (adapters[1].digest,)
-    assert gate.loaded == ["adapter-0", "adapter-1"]
+    assert gate.started == ["adapter-0", "adapter-1"]
+    assert gate.loaded == ["adapter-1"], "nobody waited for the other once it was read"
 
 
 async def test_a_sequence_that_is_cancelled_when_it_has_just_got_its_slot_leaves_nothing(
@@ -299,15 +306,69 @@ async def test_a_folder_with_other_weights_is_refused_once_and_for_all(adapters:
         assert loop.load().adapters == ()
 
 
-async def test_a_folder_that_this_worker_cannot_read_may_be_read_by_another(adapters: list[Adapter]) -> None:
+async def test_a_folder_that_this_worker_cannot_read_may_be_read_by_another(
+    adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.core.adapter_loader.FAILED_S", 0.0)
     (Path(adapters[0].path) / WEIGHTS_FILE).rename(Path(adapters[0].path) / "elsewhere")
     async with running(max_adapters=1) as (loop, _):
         tasks = [asyncio.create_task(answer(loop, spec_of(each, each.name))) for each in (adapters[0], *adapters[:2])]
         await asyncio.wait(tasks)
-        assert [type(task.exception()) for task in tasks] == [WorkerFailed, WorkerFailed, type(None)]
-        assert "cannot read adapter adapter-0" in str(tasks[0].exception())
+        assert [type(task.exception()) for task in tasks] == [AdapterUnreadable, AdapterUnreadable, type(None)]
+        assert "cannot read the folder of adapter adapter-0" in str(tasks[0].exception())
         (Path(adapters[0].path) / "elsewhere").rename(Path(adapters[0].path) / WEIGHTS_FILE)
         assert await answer(loop, spec_of(adapters[0])) == told(spec_of(adapters[0]))
+
+
+async def test_an_adapter_that_cannot_be_read_evicts_no_other_and_is_not_read_again_at_once(
+    adapters: list[Adapter],
+) -> None:
+    (Path(adapters[0].path) / WEIGHTS_FILE).unlink()
+    async with running(max_adapters=1) as (loop, gate):
+        await answer(loop, spec_of(adapters[1]))
+        for _ in range(3):
+            with pytest.raises(AdapterUnreadable):
+                await answer(loop, spec_of(adapters[0]))
+        assert loop.load().adapters == (adapters[1].digest,)
+        assert gate.started == ["adapter-1", "adapter-0"]
+        pinned = asyncio.create_task(answer(loop, spec_of(adapters[1], num_tokens=200)))
+        await until(lambda: loop.load().running == 1)
+        with pytest.raises(AdapterUnreadable):
+            await answer(loop, spec_of(replace(adapters[0], digest="00" * 16)))
+        assert loop.engine.adapters.leaving is None, "the slot in use still takes sequences"
+        await pinned
+
+
+async def test_sequences_with_a_good_path_do_not_fail_with_those_of_an_old_path(adapters: list[Adapter]) -> None:
+    old = replace(adapters[0], path=f"{adapters[0].path}-old")
+    async with running(is_open=False) as (loop, gate):
+        tasks = [asyncio.create_task(answer(loop, spec_of(each, f"{i}"))) for i, each in enumerate((old, adapters[0]))]
+        await until(lambda: loop.load().waiting == 2)
+        gate.is_open.set()
+        await asyncio.wait(tasks)
+        assert isinstance(tasks[0].exception(), AdapterUnreadable)
+        assert tasks[1].result() == told(spec_of(adapters[0]))
+        assert await answer(loop, spec_of(old)) == told(spec_of(adapters[0])), "its content is loaded by now"
+
+
+async def test_while_a_load_hangs_only_loaded_adapters_are_served(
+    adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running() as (loop, gate):
+        await answer(loop, spec_of(adapters[0]))
+        monkeypatch.setattr("engine.core.adapter_loader.LOAD_S", 0.1)
+        gate.is_open.clear()
+        tasks = [asyncio.create_task(answer(loop, spec_of(each))) for each in adapters[1:3]]
+        for task in tasks:
+            with pytest.raises(AdapterUnreadable, match="takes too long"):
+                await task
+        with pytest.raises(AdapterUnreadable, match="takes too long"):
+            await answer(loop, spec_of(adapters[3]))
+        assert await answer(loop, spec_of(adapters[0])) == told(spec_of(adapters[0]))
+        assert gate.started == ["adapter-0", "adapter-1"]
+        gate.is_open.set()
+        await until(lambda: loop._adapters._loading is None)
+        assert await answer(loop, spec_of(adapters[3])) == told(spec_of(adapters[3]))
 
 
 async def test_a_worker_that_leaves_hands_back_what_waits_for_an_adapter(adapters: list[Adapter]) -> None:
@@ -332,7 +393,7 @@ async def test_a_lost_device_is_told_to_what_waits_for_an_adapter(adapters: list
     with pytest.raises(DeviceLost):
         await task
     gate.is_open.set()
-    await until(lambda: engine.adapters.is_loaded(adapters[0].digest))
+    await until(lambda: loop._adapters._loading is None)
     engine.adapters.check([])
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton import wire
 from baton.cluster import Role, WorkerLoad, WorkerState
-from baton.errors import NoWorker, Unsupported
+from baton.errors import AdapterUnreadable, NoWorker, Overloaded, Unsupported
 from baton.messages import DecodeRequest, FetchRequest, FirstToken, Migrate, NewTokens, PrefillReport, PrefillRequest
 from baton.sampling import FinishReason
 from tests.support.builders import READY, registered_adapter
@@ -144,3 +144,49 @@ async def test_an_answer_migrates_only_to_a_worker_that_serves_adapters() -> Non
         assert found[0].decode_worker == "d2"
         await tokens.aclose()
     assert not any(isinstance(each, FetchRequest) and each.sequence.adapter is None for each in workers.requests)
+
+
+UNREADABLE = AdapterUnreadable("this worker cannot read the folder of adapter poet")
+
+
+@pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
+async def test_a_worker_that_cannot_read_an_adapter_is_passed_over_and_serves_other_requests(mode: str) -> None:
+    """Whichever of the two workers computes the prompt cannot read the adapter."""
+    if mode == "aggregated":
+        workers = ScriptedWorkers(decode=[[UNREADABLE], *[[LAST]] * 8])
+        roles = {"d0": Role.DECODE, "d1": Role.DECODE}
+    else:
+        workers = ScriptedWorkers(decode=[[ticket]] * 8, prefill=[[UNREADABLE], *[[FIRST_IS_LAST]] * 8])
+        roles = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE}
+    async with bench_of(workers, {}, mode) as bench:
+        await able(bench, **roles)
+        choice = new_choice()
+        assert await collected(bench.tokens(choice, spec=OF_POET)) == [5]
+        assert choice.retries == 1
+        used = set()
+        for index in range(6):
+            choice = new_choice()
+            spec = replace(SPEC, token_ids=tuple(range(index, index + len(SPEC.token_ids))))
+            await collected(bench.tokens(choice, spec=spec))
+            used.add(choice.decode_worker if mode == "aggregated" else choice.prefill_worker)
+    assert len(used) == 2, "no worker is suspected"
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 6])
+async def test_an_adapter_that_no_worker_can_read_is_refused_and_all_workers_stay(num_workers: int) -> None:
+    workers = ScriptedWorkers(decode=[[UNREADABLE]] * min(num_workers, 4) + [[LAST]])
+    began_s = time.monotonic()
+    async with bench_of(workers, {}, "aggregated") as bench:
+        await able(bench, **{f"d{i}": Role.DECODE for i in range(num_workers)})
+        with pytest.raises(AdapterUnreadable, match="cannot read the folder of adapter poet"):
+            await collected(bench.tokens(spec=OF_POET))
+        assert await collected(bench.tokens()) == [5]
+    assert time.monotonic() - began_s < 0.9
+
+
+async def test_a_full_queue_does_not_hide_that_an_adapter_cannot_be_read() -> None:
+    workers = ScriptedWorkers(decode=[[UNREADABLE], [Overloaded("full")]])
+    async with bench_of(workers, {}, "aggregated") as bench:
+        await able(bench, d0=Role.DECODE, d1=Role.DECODE)
+        with pytest.raises(AdapterUnreadable):
+            await collected(bench.tokens(spec=OF_POET))
