@@ -134,15 +134,15 @@ class ImageStore:
             return all(image.digest in self._held for image in images)
 
     @contextlib.contextmanager
-    def pinned(self, images: Sequence[PlacedImage]) -> Iterator[None]:
-        """Context manager: keep the bytes of these images, as far as the worker holds them."""
+    def pinned(self, images: Sequence[PlacedImage]) -> Iterator[frozenset[bytes]]:
+        """Context manager: keep the bytes of these images, as far as the worker holds them. Return their digests."""
         with self._lock:
             pinned = [held for image in images if (held := self._held.get(image.digest)) is not None]
             for held in pinned:
                 held.num_pins += 1
                 self._held.move_to_end(held.seen.digest)
         try:
-            yield
+            yield frozenset(held.seen.digest for held in pinned)
         finally:
             with self._lock:
                 for held in pinned:

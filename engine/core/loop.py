@@ -7,13 +7,14 @@ import contextlib
 import logging
 import math
 import time
+import traceback
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from baton.adapters import AdapterFacts
-from baton.errors import BatonError, DeviceLost, InvalidRequest, LostInStep, Overloaded, WorkerFailed
+from baton.errors import BatonError, DeviceLost, InvalidRequest, LostInStep, Overloaded, WorkerFailed, in_one_line
 from baton.hypotheses import Hypotheses
 from baton.messages import SeenImage, SequenceSpec
 from baton.tasks import seen_through
@@ -21,6 +22,7 @@ from baton.turns import Turns
 from engine.core.adapter_loader import AdapterLoader
 from engine.core.adapters import needs_adapter, refuse_without_slots
 from engine.core.engine import Engine
+from engine.core.faults import Fault, fault_of
 from engine.core.kv_spec import BlockTables, KVSpec
 from engine.core.outputs import (
     EngineLoad,
@@ -188,7 +190,13 @@ class EngineLoop:
                     new = [image for image in spec.images if image.end > num_cached]
                     encoding = asyncio.ensure_future(asyncio.to_thread(store.prepare, new))
                     await seen_through(encoding)
-                encoding.result()
+                try:
+                    encoding.result()
+                except BatonError:
+                    raise
+                except Exception as error:  # the model's own code
+                    logger.exception("an image could not be encoded")
+                    raise _encoder_error(error) from error
             yield
 
     # -- sequences -----------------------------------------------------------------------------------------------------
@@ -522,3 +530,18 @@ class SequenceHandle:
     def adopt(self, num_tokens: int) -> None:
         """See `ServedSequence.adopt`."""
         self._loop.adopt(self._sequence, num_tokens)
+
+
+def _encoder_error(error: Exception) -> BatonError:
+    """Return the error of a request whose images could not be encoded. Other requests are not affected.
+
+    After a lack of memory the allocator can use again what the encoder had. `Runner.recover` is not called: a step may
+    be running.
+    """
+    traceback.clear_frames(error.__traceback__)  # they hold the encoder's tensors
+    match fault_of(error):
+        case Fault.OUT_OF_MEMORY:
+            return Overloaded("the device has too little free memory to encode an image of this request; try again")
+        case Fault.DEVICE_LOST:
+            return DeviceLost(f"the device of the engine has failed: {in_one_line(error)}")
+    return InvalidRequest(f"the model's encoder cannot encode an image of this request: {in_one_line(error)}")

@@ -165,6 +165,8 @@ class ServingEngine(Protocol):
             TransferRefused: it cannot continue from KV of another worker.
             ImagesMissing: it is computed here, and an image is neither cached, nor has `look` or `keep_images` received
                 it lately.
+            InvalidRequest: the model's encoder cannot encode one of its images.
+            Overloaded: the device has too little free memory to encode one of its images.
             Unsupported: it has images, and the model takes none here.
             DeviceLost: the device cannot compute any more.
         """

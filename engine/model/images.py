@@ -15,11 +15,12 @@ dimensions, an image takes fewer positions than tokens. Each position follows fr
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -136,6 +137,8 @@ class RankImages:
         self._has_positions = hasattr(model.base_model, "get_rope_index")
         self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, Embedded] = OrderedDict()
+        self._of_step: dict[bytes, Embedded] = {}
+        """Embeddings that the current step needs and that were kept when it began."""
         self._lock = threading.Lock()
         self._places_of = lru_cache(64)(self._find_places)
         self._given: dict[str, Any] = {}
@@ -272,20 +275,34 @@ class RankImages:
         """Return whether a step computes placeholders of images."""
         return any(True for part in parts for _ in self._needed(part))
 
-    def missing(self, parts: Sequence[StepPart]) -> frozenset[int]:
-        """Return the indices of parts that need an image that is neither encoded nor held."""
-        return frozenset(
-            index for index, part in enumerate(parts) if any(not self._is_there(image) for image in self._needed(part))
-        )
+    @contextlib.contextmanager
+    def held(self, parts: Sequence[StepPart]) -> Iterator[frozenset[int]]:
+        """Context manager: keep the images that a step needs until it has been computed, for one step at a time.
+
+        Otherwise one might be evicted after this check, which would fail the step for all its parts.
+
+        Returns:
+            Indices of the parts that cannot be computed: they need an image that is neither encoded nor held.
+        """
+        needed = [self._needed(part) for part in parts]
+        if not any(needed):
+            yield frozenset()
+            return
+        with self.store.pinned([image for images in needed for image in images]) as pinned:
+            with self._lock:
+                digests = {image.digest for images in needed for image in images}
+                self._of_step = {digest: self._kept[digest] for digest in digests if digest in self._kept}
+            found = pinned | self._of_step.keys()
+            try:
+                yield frozenset(
+                    index for index, images in enumerate(needed) if any(image.digest not in found for image in images)
+                )
+            finally:
+                self._of_step = {}
 
     def _needed(self, part: StepPart) -> list[PlacedImage]:
         spans = ((image, *self._rows_in(part, image, self._places_of(image.grid))) for image in part.images)
         return [image for image, first, last in spans if first < last]
-
-    def _is_there(self, image: PlacedImage) -> bool:
-        with self._lock:
-            is_kept = image.digest in self._kept
-        return is_kept or self.store.holds([image])
 
     def embedded(self, image: PlacedImage) -> Embedded:
         """Return the embeddings of an image. Encode the image unless they are kept.
@@ -297,6 +314,8 @@ class RankImages:
         with self._lock:
             if (kept := self._kept.get(image.digest)) is not None:
                 self._kept.move_to_end(image.digest)
+                return kept
+            if (kept := self._of_step.get(image.digest)) is not None:
                 return kept
         found = self.encoded(self.store.pixels(image.digest))
         if len(found.rows) != (expected := len(self._places_of(image.grid))):

@@ -218,16 +218,19 @@ class LogitsRunner(ABC):
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""
         step = self._last_tokens.filled(step)
-        if missing := self._missing_images(step):
-            output = self._executed_without(step, missing, on_layer_done)
-        else:
-            output = self._steps.execute(step, on_layer_done)
+        with self._held_images(step) as missing:
+            if missing:
+                output = self._executed_without(step, missing, on_layer_done)
+            else:
+                output = self._steps.execute(step, on_layer_done)
         self._last_tokens.keep(step, ComputedStep(output))
         return output
 
-    def _missing_images(self, step: StepInput) -> frozenset[int]:
-        """Return the indices of parts that need images which the runner does not hold."""
-        return frozenset()
+    def _held_images(self, step: StepInput) -> AbstractContextManager[frozenset[int]]:
+        """Context manager: keep the images that a step needs. Return the indices of the parts whose images are missing,
+        because the runner does not hold them.
+        """
+        return contextlib.nullcontext(frozenset())
 
     def _executed_without(self, step: StepInput, missing: frozenset[int], on_layer_done: OnLayerDone) -> StepOutput:
         """Execute a step without some of its parts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,8 +192,12 @@ class TransformersRunner(LogitsRunner):
         """See `Runner.launch`. A step whose logits the host needs has been computed on return."""
         if not self.runs_ahead or not all(_samples_on_device(part) for part in step.parts):
             return super().launch(step, on_layer_done)
-        if self._missing_images(step):
-            return super().launch(step, on_layer_done)
+        with self._held_images(step) as missing:
+            if not missing:
+                return self._launched_or_divided(step, on_layer_done)
+        return super().launch(step, on_layer_done)
+
+    def _launched_or_divided(self, step: StepInput, on_layer_done: OnLayerDone) -> LaunchedStep:
         filling = self._last_tokens.filling([step.parts[index] for index in order_for_packing(step.parts)])
         if filling is None:
             step = self._last_tokens.filled(step)
@@ -206,10 +211,10 @@ class TransformersRunner(LogitsRunner):
         self._last_tokens.keep(step, launched)
         return launched
 
-    def _missing_images(self, step: StepInput) -> frozenset[int]:
+    def _held_images(self, step: StepInput) -> AbstractContextManager[frozenset[int]]:
         if not (isinstance(self.rank.images, RankImages) and any(part.images for part in step.parts)):
-            return frozenset()
-        return self.rank.images.missing(step.parts)
+            return super()._held_images(step)
+        return self.rank.images.held(step.parts)
 
     def _launched(self, step: StepInput, on_layer_done: OnLayerDone, filling: Filling | None) -> DeviceStep:
         packed = [step.parts[index] for index in order_for_packing(step.parts)]

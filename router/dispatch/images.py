@@ -27,7 +27,7 @@ from baton.images import image_digest
 from baton.messages import SeenImage, SequenceSpec
 from baton.turns import Turns
 from router.admission.tenants import Tenant
-from router.dispatch.worker_client import WorkerCallError, WorkerClient
+from router.dispatch.worker_client import LOOK_TIMEOUT_S, WorkerCallError, WorkerClient
 from router.placement import ImageCosts, Mode
 from router.placement.pool_view import PoolView
 
@@ -179,7 +179,7 @@ class ImageLooker:
 
         Raises:
             InvalidRequest, Unsupported: a worker refuses an image.
-            Overloaded: too many images wait for a worker.
+            Overloaded: too many images wait for a worker, or they were not decoded within `LOOK_TIMEOUT_S`.
             NoWorker, WorkerFailed: no worker can decode them.
         """
         num_bytes = sum(map(len, images))
@@ -204,11 +204,13 @@ class ImageLooker:
             first: digest of the request's first image.
         """
         until_s = time.monotonic() + self._config.worker_wait_s
+        left_s = LOOK_TIMEOUT_S
+        """Shared by all attempts: images that take one worker too long would only keep the next one busy too."""
         failures: list[BatonError] = []
         tried: set[tuple[str, int]] = set()
         while True:
             worker = next((w for w in self._ranked(first) if (w.info.id, w.info.epoch) not in tried), None)
-            if worker is None or len(failures) >= self._config.max_attempts:
+            if worker is None or len(failures) >= self._config.max_attempts or left_s < LEAST_LOOK_S:
                 if failures:
                     raise failures[-1]
                 await self._wait(until_s)
@@ -216,7 +218,7 @@ class ImageLooker:
             tried.add((worker.info.id, worker.info.epoch))
             began_s = time.monotonic()
             try:
-                seen = await self._client.look(worker, images)
+                seen = await self._client.look(worker, images, left_s)
                 _check(worker, seen, len(images))
                 return worker, seen, time.monotonic() - began_s
             except WorkerCallError as failure:
@@ -227,6 +229,7 @@ class ImageLooker:
                 if isinstance(error, WorkerFailed):
                     self._pools.suspect(worker)
                 failures.append(error)
+                left_s -= time.monotonic() - began_s
 
     def _ranked(self, first: bytes) -> list[Worker]:
         """Return the workers that may decode the images of a request, the best one first.

@@ -18,7 +18,7 @@ from opentelemetry.context import Context
 
 from baton import messages, wire
 from baton.cluster import Worker
-from baton.errors import BatonError, NotAMember, Unsupported, WorkerFailed
+from baton.errors import BatonError, NotAMember, Overloaded, Unsupported, WorkerFailed
 from baton.messages import (
     CallEnded,
     DecodeRequest,
@@ -49,6 +49,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 E = TypeVar("E")
 LOG_TIMEOUT_S = 5.0
 LOOK_TIMEOUT_S = 60.0
+"""Time that the images of one request may take until workers have decoded them, in seconds."""
 MAX_JOINED = 32
 """Maximum number of token messages that are joined into one. Detokenizing it must not block the event loop for long."""
 
@@ -284,18 +285,24 @@ class WorkerClient:
     ) -> WorkerStream[Fetched]:
         return self._link(worker).start(worker, FetchRequest(spec, source), trace)
 
-    async def look(self, worker: Worker, images: Sequence[bytes]) -> tuple[SeenImage, ...]:
+    async def look(
+        self, worker: Worker, images: Sequence[bytes], timeout_s: float = LOOK_TIMEOUT_S
+    ) -> tuple[SeenImage, ...]:
         """Return what a worker sees of images, whose pixels it then keeps for a while.
 
         Raises:
-            WorkerCallError: the worker refuses an image, fails, or does not answer within `LOOK_TIMEOUT_S`.
+            WorkerCallError: the worker refuses an image, fails, or does not answer within `timeout_s`. In the last case
+                the error is Overloaded: other images may have kept it busy, so this shows no failure of the worker.
         """
         proof = member_metadata(self._keys, "/baton.v1.WorkerCalls/Look", worker.info.incarnation)
         stub: Any = worker_pb2_grpc.WorkerCallsStub(self._channel(worker))
         try:
-            answer = await stub.Look(wire.look_request(images), metadata=proof, timeout=LOOK_TIMEOUT_S)
+            answer = await stub.Look(wire.look_request(images), metadata=proof, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise WorkerCallError(worker, _why(error, worker.info.label)) from error
+            why = _why(error, worker.info.label)
+            if isinstance(why, WorkerFailed) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                why = Overloaded("the images were not decoded in time; send fewer or smaller ones, or try again later")
+            raise WorkerCallError(worker, why) from error
         return wire.seen_images(answer)
 
     async def read_log(self, worker: Worker, max_lines: int) -> tuple[str, ...]:

@@ -443,6 +443,31 @@ def test_embeddings_and_pixels_that_were_dropped_are_computed_again(saved: Calla
     assert store.num_bytes <= num_bytes
 
 
+@pytest.mark.parametrize("is_encoded", [False, True])
+def test_images_that_are_evicted_while_their_step_begins_are_computed(
+    is_encoded: bool, saved: Callable[[str], Saved], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved("qwen2_vl")
+    parts = [[*text(1, 5), picture(1), *text(2, 9)], text(3, 30)]
+    num_bytes = 3 * max(len(picture(seed)) for seed in (1, *range(10, 14)))
+    engine = make_engine(model.folder, replace(ENGINE, image_cache_gib=num_bytes / 2**30))
+    images, of_step = engine.runner.rank.images, RankImages.of_step  # type: ignore[attr-defined]
+    specs = [spec_of(engine, str(number), each) for number, each in enumerate(parts)]
+    if is_encoded:
+        images.store.prepare(specs[0].images)
+
+    def after_others(self: RankImages, *given: Any) -> Any:
+        for seed in range(10, 14):
+            seen = self.store.look(picture(seed))
+            self.store.prepare([seen.placed(0)])
+        return of_step(self, *given)
+
+    monkeypatch.setattr(RankImages, "of_step", after_others)
+    found, _ = answers(engine, specs, 0)
+    assert all(same_up_to_near_ties(each, model.refer(given)) for each, given in zip(found, parts, strict=True))
+    assert not images.store.holds(specs[0].images), "nothing is kept after the step"
+
+
 # -- the worker's interface ------------------------------------------------------------------------------------------
 
 

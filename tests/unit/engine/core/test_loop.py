@@ -12,21 +12,24 @@ import pytest
 import torch
 
 from baton.blocks import block_keys
-from baton.errors import DeviceLost, InvalidRequest, LostInStep, Overloaded, WorkerFailed
-from baton.messages import SequenceSpec
+from baton.errors import BatonError, DeviceLost, InvalidRequest, LostInStep, Overloaded, WorkerFailed
+from baton.messages import PlacedImage, SequenceSpec
 from baton.sampling import FinishReason, SamplingParams
 from baton.structure import StructuredOutputs
 from baton.tasks import cancel_and_wait
 from engine.core import loop as loop_module
 from engine.core.block_pool import Removed, Stored
 from engine.core.engine import Engine
+from engine.core.image_store import ImageStore
 from engine.core.loop import EngineLoop, SequenceHandle
 from engine.core.outputs import Admitted, Generated, KvProgress, Reserved
 from engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence
-from engine.testing import ArithmeticRunner, expected_tokens
+from engine.testing import ArithmeticReader, ArithmeticRunner, expected_tokens
+from tests.support.builders import sequence_spec
 from tests.support.event_log import EventLog
+from tests.support.eyes import picture
 from tests.support.guessing import FREE
 from tests.unit.engine.core.test_engine import (
     admitted,
@@ -835,3 +838,35 @@ async def test_a_leak_shows_in_the_self_check() -> None:
             await read_all(handle)
         await rest(loop)
         assert loop.self_check == "2 blocks in use, 0 held"
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected", "sentence"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), Overloaded, "too little free memory to encode an image"),
+        (
+            RuntimeError("shapes\n  differ"),
+            InvalidRequest,
+            "the model's encoder cannot encode an image of this request: RuntimeError: shapes differ$",
+        ),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), DeviceLost, "device of the engine"),
+        (InvalidRequest("another number of embeddings"), InvalidRequest, "^another number"),
+    ],
+)
+async def test_an_encoders_failure_is_the_requests_own(
+    failure: Exception, expected: type[BatonError], sentence: str
+) -> None:
+    def encode(image: PlacedImage) -> None:
+        raise failure
+
+    runner = ArithmeticRunner(64)
+    runner.images = ImageStore(ArithmeticReader(7), encode, 2**20)
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, output_reservation=8)
+    async with running(EngineLoop(Engine(runner, limits), 10)) as loop:
+        (seen,) = await loop.look([picture("cat", 8)])
+        spec = sequence_spec([1, 2, *seen.token_ids, 3], max_tokens=3, images=(seen.placed(2),))
+        with pytest.raises(expected, match=sentence):
+            async with loop.sequence(spec, Purpose.GENERATE):
+                pass
+        async with loop.sequence(sequence_spec([1, 2, 3], max_tokens=3), Purpose.GENERATE) as handle:
+            assert len(await read_all(handle)) == 3

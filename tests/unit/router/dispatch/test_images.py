@@ -82,11 +82,14 @@ class Eyes:
     held: set[bytes] = field(default_factory=set)
     refusal: BatonError | None = None
     see: Callable[[bytes], SeenImage] = seen_of
+    look_s: float = 0.0
+    """How long it takes to look."""
     num_missing: int = 0
     """How often it says that it lacks an image, whatever it got."""
 
     async def look(self, images: Sequence[bytes]) -> tuple[SeenImage, ...]:
         self.looked.append(tuple(images))
+        await asyncio.sleep(self.look_s)
         if self.refusal is not None:
             raise self.refusal
         self.held |= {seen_of(image).digest for image in images}
@@ -245,6 +248,22 @@ async def test_when_a_worker_fails_another_one_looks() -> None:
         assert (len(first.looked), len(second.looked)) == (2, 1)
         await bench.look(CAT, tenant=Tenant(id="c"))  # who failed is not asked again at once
         assert (len(first.looked), len(second.looked)) == (2, 2)
+
+
+async def test_images_that_take_too_long_are_no_failure_of_their_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.dispatch.images.LOOK_TIMEOUT_S", 0.3)
+    eyes = workers("p0", "p1", "d")
+    for each in eyes:
+        each.look_s = 30.0
+    async with bench_of(*eyes) as bench:
+        for _ in range(2):
+            with pytest.raises(Overloaded, match="the images were not decoded in time"):
+                await asyncio.wait_for(bench.look(CAT), 10.0)
+        assert sorted(len(each.looked) for each in eyes) == [0, 0, 2], "no other worker is asked"
+        assert all(bench.pools.is_trusted(worker) for worker in bench.pools.workers)
+        for each in eyes:
+            each.look_s = 0.0
+        assert (await bench.look(CAT)).seen == (seen_of(CAT),)
 
 
 @pytest.mark.parametrize("refusal", [Overloaded("full"), WorkerFailed("gone")])
