@@ -265,6 +265,7 @@ async def test_images_that_take_too_long_are_no_failure_of_their_worker(monkeypa
                 await asyncio.wait_for(bench.look(CAT), 10.0)
         assert sorted(len(each.looked) for each in eyes) == [0, 0, 2], "no other worker is asked"
         assert all(bench.pools.is_trusted(worker) for worker in bench.pools.workers)
+        monkeypatch.undo()
         for each in eyes:
             each.look_s = 0.0
         assert (await bench.look(CAT)).seen == (seen_of(CAT),)
