@@ -72,7 +72,7 @@ class DecodeService:
         num_pulled = await self._worker.kv.prefixes.fetch(spec, source, arrived_s, trace) if source else 0
         pull_s = time.monotonic() - began_s if num_pulled else 0.0
         if images:
-            await self._worker.engine.keep_images(images)
+            await self._worker.engine.keep_images(images, spec.cache_seed)
             images = ()
         async with (
             self._worker.engine.sequence(spec, Purpose.GENERATE, arrived_s) as sequence,

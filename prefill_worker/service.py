@@ -45,7 +45,7 @@ class PrefillService:
             num_pulled = await worker.kv.prefixes.fetch(spec, source, arrived_s, trace) if source else 0
             pull_s = time.monotonic() - began_s if num_pulled else 0.0
             if request.images:
-                await worker.engine.keep_images(request.images)
+                await worker.engine.keep_images(request.images, spec.cache_seed)
                 request = replace(request, images=())  # the engine has them; the KV transfer may take long
             sequence = await stack.enter_async_context(worker.engine.sequence(spec, Purpose.PREFILL, arrived_s))
             admitted = await sequence.next()

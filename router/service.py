@@ -308,7 +308,7 @@ class RouterService:
             raise InvalidRequest(f"{name} cannot be combined with images, which it might cut; unset it", name)
         placeholder = await self._looker.placeholder()
         written = await self._encoder.encode(prompt, tenant, facts)
-        images = await self._looker.look(encoded, tenant)
+        images = await self._looker.look(encoded, tenant, self._sequences.cache_seed(tenant))
         token_ids, placed = with_images(written, placeholder, images.seen)
         check_prompt(token_ids, facts)
         return _Prompt(token_ids, placed, images)

@@ -55,7 +55,7 @@ MAX_TOP_K = 2**20
 Prefill = Callable[[PrefillRequest, Context], AsyncGenerator[Event]]
 Decode = Callable[[DecodeRequest, Context], AsyncGenerator[Event]]
 Fetch = Callable[[FetchRequest, Context], AsyncGenerator[Event]]
-Look = Callable[[Sequence[bytes]], Awaitable[tuple[SeenImage, ...]]]
+Look = Callable[[Sequence[bytes], bytes], Awaitable[tuple[SeenImage, ...]]]
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         """Answer a router's question about images. Raises InvalidRequest and Unsupported if they cannot be taken."""
         if self._look is None:
             raise Unsupported("this worker takes no images")
-        return wire.look_response(await self._look(wire.looked_at(request)))
+        return wire.look_response(await self._look(*wire.looked_at(request)))
 
     async def _run(self, start: StartCall, outbox: Outbox[tuple[int, Event]]) -> None:
         call_id = start.call_id

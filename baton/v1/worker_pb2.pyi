@@ -30,6 +30,9 @@ class LookRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     IMAGES_FIELD_NUMBER: _builtins.int
+    CACHE_SEED_FIELD_NUMBER: _builtins.int
+    cache_seed: _builtins.bytes
+    """The cache seed of the sequences: tenants with different cache scopes share no decoded image."""
     @_builtins.property
     def images(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """PNG, JPEG, WebP or GIF files."""
@@ -38,10 +41,11 @@ class LookRequest(_message.Message):
         self,
         *,
         images: _abc.Iterable[_builtins.bytes] | None = ...,
+        cache_seed: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_seed", b"cache_seed", "images", b"images"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

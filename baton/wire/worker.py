@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 from baton import messages as m
+from baton.blocks import KEY_BYTES
 from baton.errors import BatonError, InvalidRequest, TransferRefused, Unsupported
 from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
 from baton.images import MAX_IMAGES, MAX_REQUEST_BYTES
@@ -208,19 +209,21 @@ def _images_from_pb(
     return tuple(message.images)
 
 
-def look_request(images: Iterable[bytes]) -> worker_pb2.LookRequest:
+def look_request(images: Iterable[bytes], cache_seed: bytes) -> worker_pb2.LookRequest:
     """Encode a router's question about images."""
-    return worker_pb2.LookRequest(images=images)
+    return worker_pb2.LookRequest(images=images, cache_seed=cache_seed)
 
 
-def looked_at(message: worker_pb2.LookRequest) -> tuple[bytes, ...]:
-    """Decode a router's question about images.
+def looked_at(message: worker_pb2.LookRequest) -> tuple[tuple[bytes, ...], bytes]:
+    """Decode a router's question about images: the images and the cache seed.
 
     Raises:
-        InvalidRequest: they are too many, or too long.
+        InvalidRequest: they are too many, or too long, or the cache seed is.
     """
     require_short(message, MAX_REQUEST_BYTES + MAX_CONTROL_BYTES, InvalidRequest)
-    return _images_from_pb(message)
+    if len(message.cache_seed) > KEY_BYTES:
+        raise InvalidRequest(f"cache_seed must have at most {KEY_BYTES} bytes")
+    return _images_from_pb(message), message.cache_seed
 
 
 def look_response(seen: Iterable[m.SeenImage]) -> worker_pb2.LookResponse:

@@ -1,7 +1,10 @@
-"""Store of the images that a worker has received, by the digest of their bytes.
+"""Store of the images that a worker has received, by a digest of their bytes.
 
     bytes ── look ──> digest, grid, tokens      the router puts the tokens into the prompt
                  └──> pixels ── prepare ──> embeddings (`engine.model.images`) ── step ──> KV
+
+The digest is keyed with the cache seed. So an image has another digest in each cache scope, and is decoded and encoded
+again: a tenant cannot learn from the duration of a request whether another tenant has sent an image.
 
 The bytes of an image are kept while a sequence needs the image. Pixels take much more memory and can be decoded from
 the bytes again, so they are dropped first.
@@ -105,14 +108,17 @@ class ImageStore:
         with self._lock:
             return self._num_bytes()
 
-    def look(self, encoded: bytes) -> SeenImage:
+    def look(self, encoded: bytes, cache_seed: bytes) -> SeenImage:
         """Decode an image, unless it is held already, and keep it. This takes up to a second.
+
+        Args:
+            cache_seed: at most 64 bytes; see `SequenceSpec.cache_seed`.
 
         Raises:
             InvalidRequest: the image is refused; the message says why.
             Overloaded: the images of running sequences leave no memory for it.
         """
-        digest = blake2b(encoded, digest_size=KEY_BYTES).digest()
+        digest = blake2b(encoded, digest_size=KEY_BYTES, key=cache_seed).digest()
         with self._lock:
             if (held := self._held.get(digest)) is not None:
                 self._held.move_to_end(digest)

@@ -46,7 +46,7 @@ LEAST_LEAD_S = 0.001
 NUM_PREPARING, MAX_PREPARING = 4, 4096
 """Limits on structures that are compiled at a time (one less for one cache scope) and on those that wait for it."""
 MAX_LOOKING = 128
-"""Limit on images that wait to be decoded or encoded, one at a time; half of it is for those of clients."""
+"""Limit on images that wait to be decoded, one at a time; one cache scope may have half of it."""
 MARGIN = 2.0
 """Factor on the recent time of planning and launching that gives the lead for the next step."""
 
@@ -154,19 +154,19 @@ class EngineLoop:
         store = self.engine.runner.images
         return None if isinstance(store, str) else store.placeholder
 
-    async def look(self, images: SequenceOf[bytes]) -> tuple[SeenImage, ...]:
-        """See `ServingEngine.look`."""
+    async def look(self, images: SequenceOf[bytes], cache_seed: bytes) -> tuple[SeenImage, ...]:
+        """See `ServingEngine.look`. One cache scope cannot block the others."""
         store, found = images_of(self.engine.runner), list[SeenImage]()
         for encoded in images:
-            async with self._decoding.turn("", 1):
-                looking = asyncio.ensure_future(asyncio.to_thread(store.look, encoded))
+            async with self._decoding.turn(cache_seed.hex(), 1):
+                looking = asyncio.ensure_future(asyncio.to_thread(store.look, encoded, cache_seed))
                 await seen_through(looking)
             found.append(looking.result())
         return tuple(found)
 
-    async def keep_images(self, images: SequenceOf[bytes]) -> None:
+    async def keep_images(self, images: SequenceOf[bytes], cache_seed: bytes) -> None:
         """See `ServingEngine.keep_images`."""
-        await self.look(images)
+        await self.look(images, cache_seed)
 
     @contextlib.asynccontextmanager
     async def _with_images(self, spec: SequenceSpec, purpose: Purpose) -> AsyncIterator[None]:

@@ -128,11 +128,12 @@ class ServingEngine(Protocol):
         """Id of the token that stands once per image in the text of a chat; None: it takes no images."""
         ...
 
-    async def look(self, images: Sequence[bytes]) -> tuple[SeenImage, ...]:
+    async def look(self, images: Sequence[bytes], cache_seed: bytes) -> tuple[SeenImage, ...]:
         """Decode images and keep them for sequences to come, as long as there is room.
 
         Args:
             images: PNG, JPEG, WEBP or GIF files.
+            cache_seed: that of their sequences. Tenants with different cache scopes share no decoded image.
 
         Raises:
             InvalidRequest: an image cannot be decoded, is animated, or is too large; the message says which.
@@ -141,7 +142,7 @@ class ServingEngine(Protocol):
         """
         ...
 
-    async def keep_images(self, images: Sequence[bytes]) -> None:
+    async def keep_images(self, images: Sequence[bytes], cache_seed: bytes) -> None:
         """Do what `look` does, for a sequence whose tokens are known."""
         ...
 

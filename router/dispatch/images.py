@@ -6,7 +6,8 @@ the router calls the same worker, while that worker is available and not much bu
 a worker that has decoded the images, because another one needs the bytes and must decode them again.
 
 The router keeps the bytes of images only while their request runs. The cached replies contain no bytes. They are kept
-by cache scope: a tenant cannot learn from the duration of a request whether another tenant has sent an image.
+by cache scope, and so are the images on the workers: a tenant cannot learn from the duration of a request whether
+another tenant has sent an image.
 """
 
 from __future__ import annotations
@@ -174,8 +175,11 @@ class ImageLooker:
             await self._wait(until_s)
         return found
 
-    async def look(self, images: Sequence[bytes], tenant: Tenant) -> RequestImages:
+    async def look(self, images: Sequence[bytes], tenant: Tenant, cache_seed: bytes) -> RequestImages:
         """Return a request's images with the replies about them. A worker decodes those without a cached reply.
+
+        Args:
+            cache_seed: that of the tenant's sequences.
 
         Raises:
             InvalidRequest, Unsupported: a worker refuses an image.
@@ -188,7 +192,9 @@ class ImageLooker:
         known = {digest: self._book.get(tenant.scope, digest) for digest in by_digest}
         if unknown := [digest for digest, sighting in known.items() if sighting is None]:
             async with self._turns.turn(tenant.id, num_bytes):
-                worker, seen, spent_s = await self._looked([by_digest[digest] for digest in unknown], digests[0])
+                worker, seen, spent_s = await self._looked(
+                    [by_digest[digest] for digest in unknown], digests[0], cache_seed
+                )
             look_s = max(spent_s / len(unknown), LEAST_LOOK_S)
             for digest, each in zip(unknown, seen, strict=True):
                 known[digest] = new = Sighting(seen=_compact(each), look_s=look_s)
@@ -197,7 +203,9 @@ class ImageLooker:
         sightings = tuple(sighting for digest in digests if (sighting := known[digest]) is not None)
         return RequestImages(encoded=tuple(images), sightings=sightings)
 
-    async def _looked(self, images: Sequence[bytes], first: bytes) -> tuple[Worker, tuple[SeenImage, ...], float]:
+    async def _looked(
+        self, images: Sequence[bytes], first: bytes, cache_seed: bytes
+    ) -> tuple[Worker, tuple[SeenImage, ...], float]:
         """Return the worker that has decoded images, its reply, and the time that the call took, in seconds.
 
         Args:
@@ -218,7 +226,7 @@ class ImageLooker:
             tried.add((worker.info.id, worker.info.epoch))
             began_s = time.monotonic()
             try:
-                seen = await self._client.look(worker, images, left_s)
+                seen = await self._client.look(worker, images, cache_seed, left_s)
                 _check(worker, seen, len(images))
                 return worker, seen, time.monotonic() - began_s
             except WorkerCallError as failure:

@@ -286,7 +286,7 @@ class WorkerClient:
         return self._link(worker).start(worker, FetchRequest(spec, source), trace)
 
     async def look(
-        self, worker: Worker, images: Sequence[bytes], timeout_s: float = LOOK_TIMEOUT_S
+        self, worker: Worker, images: Sequence[bytes], cache_seed: bytes, timeout_s: float = LOOK_TIMEOUT_S
     ) -> tuple[SeenImage, ...]:
         """Return what a worker sees of images, whose pixels it then keeps for a while.
 
@@ -297,7 +297,7 @@ class WorkerClient:
         proof = member_metadata(self._keys, "/baton.v1.WorkerCalls/Look", worker.info.incarnation)
         stub: Any = worker_pb2_grpc.WorkerCallsStub(self._channel(worker))
         try:
-            answer = await stub.Look(wire.look_request(images), metadata=proof, timeout=timeout_s)
+            answer = await stub.Look(wire.look_request(images, cache_seed), metadata=proof, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             why = _why(error, worker.info.label)
             if isinstance(why, WorkerFailed) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -268,10 +268,11 @@ class SequenceBuilder:
             token_ids=prompt_ids,
             num_prompt_tokens=len(prompt_ids),
             sampling=sampling,
-            cache_seed=self._cache_seed(tenant),
+            cache_seed=self.cache_seed(tenant),
         )
 
-    def _cache_seed(self, tenant: Tenant) -> bytes:
+    def cache_seed(self, tenant: Tenant) -> bytes:
+        """Return the cache seed of a tenant's sequences."""
         seed = self._cache_seeds.get(tenant.scope)
         if seed is None:
             seed = self._cache_seeds[tenant.scope] = cache_seed(self._content_id, self._secret, tenant.scope)

@@ -55,6 +55,7 @@ from tests.unit.kvstore.transfer.peers import engine_worker
 
 pytestmark = pytest.mark.integration
 NUM_TOKENS = 12
+SEED = sequence_spec().cache_seed
 Part = int | bytes
 
 
@@ -90,7 +91,7 @@ def text(seed: int, length: int) -> list[Any]:
 
 def spec_of(engine: Engine, name: str, parts: Sequence[Part], **values: Any) -> SequenceSpec:
     store = engine.runner.images
-    fields = placed([part if isinstance(part, int) else store.look(part) for part in parts])  # type: ignore[union-attr]
+    fields = placed([part if isinstance(part, int) else store.look(part, SEED) for part in parts])  # type: ignore[union-attr]
     return sequence_spec(request_id=name, **{"max_tokens": NUM_TOKENS} | fields | values)
 
 
@@ -377,7 +378,7 @@ async def test_the_decode_worker_needs_no_pixels(kind: str, saved: Callable[[str
             engine_worker("prefill", runners[0], SLOTS) as prefill,
             engine_worker("decode", runners[1], SLOTS) as decode,
         ):
-            seen = iter(await prefill.loop.look([part for part in parts if isinstance(part, bytes)]))
+            seen = iter(await prefill.loop.look([part for part in parts if isinstance(part, bytes)], SEED))
             fields = placed([part if isinstance(part, int) else next(seen) for part in parts])
             spec = sequence_spec(request_id="one", max_tokens=NUM_TOKENS, **fields)
             answer = DecodeService(decode.context).decode(DecodeRequest(spec, await_kv=True), Context())
@@ -458,7 +459,7 @@ def test_images_that_are_evicted_while_their_step_begins_are_computed(
 
     def after_others(self: RankImages, *given: Any) -> Any:
         for seed in range(10, 14):
-            seen = self.store.look(picture(seed))
+            seen = self.store.look(picture(seed), SEED)
             self.store.prepare([seen.placed(0)])
         return of_step(self, *given)
 
@@ -486,7 +487,7 @@ async def test_a_sequence_needs_its_images_where_it_is_computed(saved: Callable[
     async with looped(make_engine(model.folder)) as loop, looped(make_engine(model.folder)) as other:
         assert loop.takes_images
         assert loop.image_placeholder == 3
-        (seen,) = await other.look([picture(1)])
+        (seen,) = await other.look([picture(1)], SEED)
         fields = placed([*text(1, 4), seen, *text(2, 4)])
         spec = sequence_spec(request_id="one", **fields)
         for purpose in (Purpose.GENERATE, Purpose.PREFILL):
@@ -495,7 +496,7 @@ async def test_a_sequence_needs_its_images_where_it_is_computed(saved: Callable[
                     pass
         async with loop.sequence(spec, Purpose.RECEIVE) as sequence:
             assert isinstance(await sequence.next(), Reserved)
-        await loop.keep_images([picture(1)])
+        await loop.keep_images([picture(1)], SEED)
         async with loop.sequence(spec, Purpose.GENERATE) as sequence:
             tokens = list[int]()
             while len(tokens) < 8:
@@ -522,7 +523,7 @@ async def test_an_image_in_a_wrong_place_is_refused(
     kind: str, change: dict[str, Any], saved: Callable[[str], Saved]
 ) -> None:
     async with looped(make_engine(saved(kind).folder)) as loop:
-        (seen,) = await loop.look([picture(1)])
+        (seen,) = await loop.look([picture(1)], SEED)
         fields = placed([*text(1, 4), seen, *text(2, 4)])
         spec = sequence_spec(**fields | {"images": (replace(fields["images"][0], **change),)})
         for purpose in (Purpose.GENERATE, Purpose.RECEIVE):
@@ -540,9 +541,9 @@ async def test_where_images_are_off_the_sentence_says_why(saved: Callable[[str],
         assert not loop.takes_images
         assert loop.image_placeholder is None
         with pytest.raises(Unsupported, match=r"takes no images here: engine\.images is off"):
-            await loop.look([picture(1)])
+            await loop.look([picture(1)], SEED)
         async with looped(make_engine(model.folder)) as other:
-            (seen,) = await other.look([picture(1)])
+            (seen,) = await other.look([picture(1)], SEED)
         with pytest.raises(Unsupported, match=r"takes no images here: engine\.images is off"):
             async with loop.sequence(sequence_spec(**placed([seen, 5])), Purpose.GENERATE):
                 pass

@@ -151,7 +151,13 @@ def test_a_worker_reads_no_more_images_than_a_request_has(images: list[bytes]) -
     assert isinstance(read, StartCall)
     assert isinstance(read.request, InvalidRequest)
     with pytest.raises(InvalidRequest):
-        wire.looked_at(wire.look_request(images))
+        wire.looked_at(wire.look_request(images, b""))
+
+
+def test_a_worker_reads_the_images_of_a_cache_scope() -> None:
+    assert wire.looked_at(wire.look_request([b"cat", b"dog"], b"s" * 16)) == ((b"cat", b"dog"), b"s" * 16)
+    with pytest.raises(InvalidRequest, match="cache_seed must have at most 16 bytes"):
+        wire.looked_at(wire.look_request([b"cat"], b"s" * 17))
 
 
 def test_what_a_worker_sees_travels_back() -> None:

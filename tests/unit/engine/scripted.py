@@ -114,11 +114,11 @@ class ScriptedEngine:
     def image_placeholder(self) -> int | None:
         return None
 
-    async def look(self, images: Sequence[bytes]) -> tuple[SeenImage, ...]:
+    async def look(self, images: Sequence[bytes], cache_seed: bytes) -> tuple[SeenImage, ...]:
         raise Unsupported("this engine takes no images")
 
-    async def keep_images(self, images: Sequence[bytes]) -> None:
-        await self.look(images)
+    async def keep_images(self, images: Sequence[bytes], cache_seed: bytes) -> None:
+        await self.look(images, cache_seed)
 
     @property
     def spec(self) -> KVSpec:

@@ -12,6 +12,7 @@ from baton.messages import PlacedImage, SeenImage
 from engine.core.image_store import ImageStore, ReadImage
 from tests.support.builders import sequence_spec
 
+SEED = b"seed"
 SIZE = 100
 """Bytes of each image; its pixels take ten times as much."""
 
@@ -53,7 +54,7 @@ def held(store: ImageStore, seen: Sequence[SeenImage]) -> list[bool]:
 
 def test_an_image_is_decoded_once() -> None:
     store, reader, encoded = store_of(10_000)
-    first, again, other = store.look(image(5)), store.look(image(5)), store.look(image(6))
+    first, again, other = store.look(image(5), SEED), store.look(image(5), SEED), store.look(image(6), SEED)
     assert first == again != other
     assert (len(first.digest), first.token_ids, other.grid) == (16, (7,) * 5, (6,))
     assert reader.read_of == [5, 6]
@@ -64,33 +65,42 @@ def test_an_image_is_decoded_once() -> None:
     assert encoded == placed(first)
 
 
+def test_cache_scopes_share_no_image() -> None:
+    store, reader, _ = store_of(10_000)
+    first, other = store.look(image(5), SEED), store.look(image(5), b"other")
+    assert reader.read_of == [5, 5]
+    assert first.digest != other.digest
+    assert (first.grid, first.token_ids) == (other.grid, other.token_ids)
+    assert store.look(image(5), b"other") == other
+
+
 def test_pixels_go_first_then_images_that_nothing_needs_the_longest_unused_first() -> None:
     store, reader, _ = store_of(15 * SIZE)
-    seen = [store.look(image(number)) for number in range(1, 5)]
+    seen = [store.look(image(number), SEED) for number in range(1, 5)]
     assert held(store, seen) == [True] * 4
     assert store.num_bytes == 14 * SIZE, "of the last one only the pixels are left"
     assert store.pixels(seen[0].digest) == "pixels of 1"
     assert reader.read_of == [1, 2, 3, 4, 1]
     with store.pinned(placed(seen[1])):
-        seen += [store.look(image(number)) for number in range(5, 8)]
+        seen += [store.look(image(number), SEED) for number in range(5, 8)]
         assert not held(store, seen)[2]
         assert held(store, seen)[1]
         assert held(store, seen)[-1]
         assert store.num_bytes <= 15 * SIZE
-    seen += [store.look(image(number)) for number in range(8, 20)]
+    seen += [store.look(image(number), SEED) for number in range(8, 20)]
     assert not held(store, seen)[1]
     assert store.num_bytes <= 15 * SIZE
 
 
 def test_an_image_that_comes_again_is_kept_longer() -> None:
     store, _, _ = store_of(13 * SIZE)
-    seen = [store.look(image(number)) for number in (1, 2, 3, 1, 4)]
+    seen = [store.look(image(number), SEED) for number in (1, 2, 3, 1, 4)]
     assert held(store, seen) == [True, False, True, True, True]
 
 
 def test_an_image_whose_pixels_never_fit_drops_no_other() -> None:
     store, _, _ = store_of(5 * SIZE)
-    seen = [store.look(image(number)) for number in range(1, 5)]
+    seen = [store.look(image(number), SEED) for number in range(1, 5)]
     assert held(store, seen) == [True] * 4
     assert store.num_bytes == 4 * SIZE
     assert store.pixels(seen[0].digest) == "pixels of 1"
@@ -99,21 +109,21 @@ def test_an_image_whose_pixels_never_fit_drops_no_other() -> None:
 
 def test_running_sequences_may_fill_the_store_and_then_images_are_refused() -> None:
     store, _, _ = store_of(2 * SIZE)
-    seen = [store.look(image(number)) for number in (1, 2)]
+    seen = [store.look(image(number), SEED) for number in (1, 2)]
     with store.pinned(placed(*seen)), store.pinned(placed(seen[0])):
-        assert store.look(image(1)) == seen[0]
+        assert store.look(image(1), SEED) == seen[0]
         with pytest.raises(Overloaded, match=r"fill engine\.image_cache_gib"):
-            store.look(image(3))
+            store.look(image(3), SEED)
         assert held(store, seen) == [True, True]
-    assert store.look(image(3)).grid == (3,)
+    assert store.look(image(3), SEED).grid == (3,)
     with pytest.raises(InvalidRequest, match=r"300 bytes does not fit .* 200 bytes"):
-        store.look(image(4, 3 * SIZE))
+        store.look(image(4, 3 * SIZE), SEED)
 
 
 def test_what_is_refused_or_unknown_is_not_held() -> None:
     store, _, _ = store_of(10_000)
     with pytest.raises(InvalidRequest, match="a test"):
-        store.look(image(0))
+        store.look(image(0), SEED)
     assert store.num_bytes == 0
     with pytest.raises(ImagesMissing, match="does not hold the bytes"):
         store.pixels(b"unknown")
@@ -123,7 +133,7 @@ def test_what_is_refused_or_unknown_is_not_held() -> None:
 
 def test_the_tokens_of_images_must_be_theirs() -> None:
     store, _, _ = store_of(10_000)
-    (found,) = placed(store.look(image(2)))
+    (found,) = placed(store.look(image(2), SEED))
     for tokens in ([1, 2, 3, 7, 7, 4], [1, 2, 3, 7]):
         store.require_placed(sequence_spec(tokens, images=(found,)))
     for tokens in ([1, 2, 3, 7, 4, 4], [1, 2, 3], [7, 7, 7, 4, 7]):

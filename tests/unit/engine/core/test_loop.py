@@ -13,7 +13,7 @@ import torch
 
 from baton.blocks import block_keys
 from baton.errors import BatonError, DeviceLost, InvalidRequest, LostInStep, Overloaded, WorkerFailed
-from baton.messages import PlacedImage, SequenceSpec
+from baton.messages import PlacedImage, SeenImage, SequenceSpec
 from baton.sampling import FinishReason, SamplingParams
 from baton.structure import StructuredOutputs
 from baton.tasks import cancel_and_wait
@@ -863,10 +863,32 @@ async def test_an_encoders_failure_is_the_requests_own(
     runner.images = ImageStore(ArithmeticReader(7), encode, 2**20)
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, output_reservation=8)
     async with running(EngineLoop(Engine(runner, limits), 10)) as loop:
-        (seen,) = await loop.look([picture("cat", 8)])
+        (seen,) = await loop.look([picture("cat", 8)], b"seed")
         spec = sequence_spec([1, 2, *seen.token_ids, 3], max_tokens=3, images=(seen.placed(2),))
         with pytest.raises(expected, match=sentence):
             async with loop.sequence(spec, Purpose.GENERATE):
                 pass
         async with loop.sequence(sequence_spec([1, 2, 3], max_tokens=3), Purpose.GENERATE) as handle:
             assert len(await read_all(handle)) == 3
+
+
+async def test_one_cache_scope_cannot_keep_the_images_of_others_waiting() -> None:
+    """The images of a scope that comes later are decoded in turn with those that wait already."""
+    runner, names = ArithmeticRunner(64, image_placeholder=7), dict[bytes, str]()
+    loop = EngineLoop(
+        Engine(runner, SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, output_reservation=8)), 10
+    )
+    decoded, look = list[str](), runner.images.look  # type: ignore[union-attr]
+
+    def looked(encoded: bytes, cache_seed: bytes) -> SeenImage:
+        decoded.append(names[encoded])
+        return look(encoded, cache_seed)
+
+    runner.images.look = looked  # type: ignore[union-attr, method-assign]
+    async with asyncio.TaskGroup() as group:
+        for name, number in [("a", number) for number in range(8)] + [("b", 0)]:
+            image = picture(f"{name}{number}", 8)
+            names[image] = name
+            group.create_task(loop.look([image], name.encode()))
+    assert len(decoded) == 9
+    assert decoded.index("b") <= 2

@@ -80,6 +80,8 @@ class Eyes:
     looked: list[tuple[bytes, ...]] = field(default_factory=list)
     got: list[tuple[bytes, ...]] = field(default_factory=list)
     held: set[bytes] = field(default_factory=set)
+    seeds: list[bytes] = field(default_factory=list)
+    """Cache seeds of the calls that asked it to look."""
     refusal: BatonError | None = None
     see: Callable[[bytes], SeenImage] = seen_of
     look_s: float = 0.0
@@ -87,8 +89,9 @@ class Eyes:
     num_missing: int = 0
     """How often it says that it lacks an image, whatever it got."""
 
-    async def look(self, images: Sequence[bytes]) -> tuple[SeenImage, ...]:
+    async def look(self, images: Sequence[bytes], cache_seed: bytes) -> tuple[SeenImage, ...]:
         self.looked.append(tuple(images))
+        self.seeds.append(cache_seed)
         await asyncio.sleep(self.look_s)
         if self.refusal is not None:
             raise self.refusal
@@ -147,7 +150,7 @@ class Bench:
         await self.pools.update(workers)
 
     async def look(self, *images: bytes, tenant: Tenant = TENANT) -> RequestImages:
-        return await self.looker.look(images, tenant)
+        return await self.looker.look(images, tenant, tenant.scope.encode())
 
     async def answer(self, images: RequestImages, num_text: int = 32, **more: Any) -> tuple[list[int], Choice]:
         prompt = [1] * num_text + [x for _ in images.seen for x in (HOLE, 2)]
@@ -200,6 +203,7 @@ async def test_a_repeated_image_is_looked_at_once_per_cache_scope() -> None:
         assert len(p.looked) == 1
         await bench.look(CAT, tenant=OTHER)
         assert p.looked == [(CAT, DOG), (CAT,)]
+        assert p.seeds == [b"a", b"b"]
         assert not d.looked
 
 
@@ -261,6 +265,7 @@ async def test_images_that_take_too_long_are_no_failure_of_their_worker(monkeypa
                 await asyncio.wait_for(bench.look(CAT), 10.0)
         assert sorted(len(each.looked) for each in eyes) == [0, 0, 2], "no other worker is asked"
         assert all(bench.pools.is_trusted(worker) for worker in bench.pools.workers)
+        monkeypatch.undo()
         for each in eyes:
             each.look_s = 0.0
         assert (await bench.look(CAT)).seen == (seen_of(CAT),)
@@ -314,10 +319,10 @@ async def test_a_worker_answers_about_images_as_long_as_a_requests_may_be_and_no
     try:
         worker = builders.worker("p", address=address)
         image = picture("long", 3 * 2**20)
-        assert await client.look(worker, [image]) == (seen_of(image),)
+        assert await client.look(worker, [image], b"seed") == (seen_of(image),)
         for images in ([image, picture("more", 2**15)], [b""] * 65):
             with pytest.raises(WorkerCallError):
-                await client.look(worker, images)
+                await client.look(worker, images, b"seed")
         assert p.looked == [(image,)]
     finally:
         await client.close()
@@ -327,7 +332,7 @@ async def test_a_worker_answers_about_images_as_long_as_a_requests_may_be_and_no
 
 async def test_a_worker_without_eyes_says_so() -> None:
     with pytest.raises(Unsupported, match="this worker takes no images"):
-        await CallServicer().Look(wire.look_request([CAT]), None)  # type: ignore[arg-type]
+        await CallServicer().Look(wire.look_request([CAT], b"seed"), None)  # type: ignore[arg-type]
 
 
 async def test_without_workers_that_see_a_request_is_refused_at_once_and_without_workers_after_a_while() -> None:
