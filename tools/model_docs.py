@@ -15,14 +15,16 @@ from engine.model.asking import ask
 from engine.model.attention_choice import MAX_DIM, MAX_SHARING
 from engine.model.shapes import Division, ModelShape
 from engine.native.spec import FAMILIES
+from tests.integration.test_encoder_decoders import KINDS as WITH_ENCODER
 from tests.integration.test_engine_models import EXTRAS, SIZES
 from tests.support.families import OFTEN, OTHERS, RECURRENT, WHOLE_PROMPTS
+from tests.support.pictures import KINDS as WITH_EYES
 from tools.chart_docs import between
 
 PAGE = Path("docs/models.md")
 BEGIN, END = "<!-- models: written by `python -m tools.model_docs` -->", "<!-- end of models -->"
 BLOCK_SIZE = 16
-OURS = OTHERS | OFTEN | RECURRENT | WHOLE_PROMPTS
+OURS = OTHERS | OFTEN | RECURRENT | WHOLE_PROMPTS | WITH_ENCODER | WITH_EYES
 
 
 def types() -> list[str]:
@@ -53,9 +55,11 @@ def row(kind: str) -> str:
     kept += ["states"] * bool(spec.states and of_test) + ["whole prompts"] * (kind in WHOLE_PROMPTS)
     kept += [f"{len(spec.reads)} layers read others'"] * bool(spec.reads)
     kept += [{"s_aux": "sinks", "softcap": "limited scores"}[name] for name in sorted(shape.honours)]
+    kept += ["takes images"] * (kind in WITH_EYES) + ["after an encoder, whole prompts"] * (kind in WITH_ENCODER)
     kept += ["latents"] * is_latent + ["of the test's tiny model"] * of_test
     dims = max(max(group.k_dim, group.v_dim) for group in spec.groups)
-    by_kernels = bool(shape.layers) and not is_latent and dims <= MAX_DIM and max(shape.sharing(spec)) <= MAX_SHARING
+    is_plain = bool(shape.layers) and not is_latent and kind not in WITH_ENCODER
+    by_kernels = is_plain and dims <= MAX_DIM and max(shape.sharing(spec)) <= MAX_SHARING
     size = "" if of_test else f"{spec.block_bytes / BLOCK_SIZE / 1024:g}"
     said = [size, ", ".join(kept), _divided(shape), *map(_yes, (kind in FAMILIES, by_kernels))]
     return f"| `{kind}` | {' | '.join(said)} |"
