@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,10 +104,7 @@ class EncoderDecoderRunner(LogitsRunner):
         on_gpu = model.device != "cpu" and torch.cuda.is_available()
         super().__init__(model, engine, asked.shape, [torch.device("cuda" if on_gpu else "cpu")])
         self.num_start_tokens = len(decoder_start_ids(folder))
-        self.spec = replace(self.spec, whole_prompts=True)
-        self.cache.spec = self.spec
-        most = self.batch.max_num_batched_tokens - self.batch.max_num_seqs + 1
-        self.max_model_len = min(self.max_model_len, most)
+        self._take_prompts_whole()
         self._load(model, engine, config, asked)
         self._pages = [Pages(self.cache, index) for index in range(len(self.spec.groups[0].layers))]
         self._require_own_logits()

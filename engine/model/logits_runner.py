@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -185,6 +186,14 @@ class LogitsRunner(ABC):
         self.cache = self.caches[0]
         self.num_blocks = self.cache.table_sizes
         self.max_model_len = min(self._model_len, min(sizes[: len(spec.groups)]) * spec.block_size)
+
+    def _take_prompts_whole(self) -> None:
+        """Limit sequences to the length that fits into one step together with a token of every other sequence."""
+        self.spec = replace(self.spec, whole_prompts=True)
+        for cache in self.caches:
+            cache.spec = self.spec
+        most = self.batch.max_num_batched_tokens - self.batch.max_num_seqs + 1
+        self.max_model_len = min(self.max_model_len, most)
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         self.cache.copy_blocks(copies)

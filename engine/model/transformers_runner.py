@@ -122,12 +122,8 @@ class TransformersRunner(LogitsRunner):
         return () if self.rank.expert_load is None else self.rank.expert_load.num_tokens
 
     def _compute_prompts_whole(self) -> None:
-        """Limit sequences to the length that fits into one step together with a token of every other sequence."""
-        self.spec = replace(self.spec, whole_prompts=True)
-        for cache in self.caches:
-            cache.spec = self.spec
-        most = self.batch.max_num_batched_tokens - self.batch.max_num_seqs + 1
-        self.max_model_len = min(self.max_model_len, most)
+        """See `LogitsRunner._take_prompts_whole`."""
+        self._take_prompts_whole()
         logger.warning(
             "prompts are computed whole, since transformers loses the states of this model between parts of a prompt: "
             "prompts never continue from a cached prefix, and max_model_len is %d, at most "
