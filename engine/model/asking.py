@@ -120,7 +120,7 @@ def ask(config: Any, *, sees: bool = False) -> AskedModel:
     if config.is_encoder_decoder is True:
         return _ask_decoder(config)
     text = config.get_text_config(decoder=True)
-    _require_known_rope(text)
+    require_known_rope(text)
     auto_class = _auto_class(config, sees=sees)
     try:
         with torch.device("meta"):
@@ -419,7 +419,7 @@ def _unused(model: Any, called: set[str]) -> Iterator[str]:
             yield name
 
 
-def _require_known_rope(config: Any) -> None:
+def require_known_rope(config: Any) -> None:
     """Raise ModelLoadError for RoPE of a kind unknown to transformers."""
     for rope in ropes_of(config):
         kind = rope.get("rope_type", "default")

@@ -33,6 +33,7 @@ from engine.core.runner import (
 from engine.core.scheduler import MAX_SCORED
 from engine.model import device_memory
 from engine.model.adapters import AdapterForRanks, AdapterWeights
+from engine.model.asking import require_known_rope
 from engine.model.attention_choice import SEVERAL_RANKS
 from engine.model.batch_invariance import RowByRow, refuse_unkept
 from engine.model.fp8_linear import refuse_fp8
@@ -89,7 +90,7 @@ class TransformersRunner(LogitsRunner):
             self.row_by_row = RowByRow
             refuse_unkept(devices[0], model.weights)
         measures = len(devices) == 1 and devices[0].type in device_memory.MEASURED_DEVICES
-        reader = _reader_of(model, engine, config, longest_sequence(text, engine.max_model_len))
+        reader = _reader_of(model, engine, config)
         if not isinstance(reader, str):
             self._image_bytes = int(2 * engine.image_cache_gib * GIB)
         asked = ask_folder(Path(model.path), config, sees=not isinstance(reader, str))
@@ -261,13 +262,15 @@ class TransformersRunner(LogitsRunner):
         return logits
 
 
-def _reader_of(model: ModelConfig, engine: EngineConfig, config: Any, max_tokens: int) -> ProcessedImages | str:
+def _reader_of(model: ModelConfig, engine: EngineConfig, config: Any) -> ProcessedImages | str:
     """See `image_reader.reader_of`. Pillow is imported only for models that may take images."""
     if getattr(config, "vision_config", None) is None:
         return "the model takes text only"
     from engine.model.image_reader import reader_of
 
-    return reader_of(model, engine, config, max_tokens)
+    text = config.get_text_config(decoder=True)
+    require_known_rope(text)
+    return reader_of(model, engine, config, longest_sequence(text, engine.max_model_len))
 
 
 def largest_step(engine: EngineConfig, model_len: int, spec: KVSpec, *, is_scored: bool = True) -> StepInput:
