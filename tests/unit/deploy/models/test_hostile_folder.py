@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from baton.errors import BatonError, ModelLoadError
@@ -248,6 +248,14 @@ PLACES = [(file, name) for file, names in FIELDS.items() for name in names]
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edits=st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(ODD)), min_size=1, max_size=3))
+@example(
+    edits=[
+        (
+            ("config.json", "rope_parameters"),
+            {"rope_type": "longrope", "original_max_position_embeddings": "x", "short_factor": [1], "long_factor": [1]},
+        )
+    ]
+)
 def test_odd_values_are_refused_or_served(
     edits: list[tuple[tuple[str, str], Any]], sound: Path, tmp_path: Path
 ) -> None:
