@@ -43,7 +43,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedImage:
-    """An image of a prompt, in place of `num_tokens` placeholder tokens from position `offset` on."""
+    """An image in a prompt. It has `num_tokens` tokens, of which the first is at position `offset`."""
 
     digest: bytes
     """Digest of the image's bytes; `baton.blocks.KEY_BYTES` long."""
@@ -60,7 +60,7 @@ class PlacedImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenImage:
-    """What a worker found in an image: the tokens that take the place of one placeholder in a prompt's text."""
+    """A worker's reply about an image, with the tokens that replace its placeholder in a rendered chat."""
 
     digest: bytes
     """Digest of the image's bytes; `baton.blocks.KEY_BYTES` long."""

@@ -66,7 +66,7 @@ def row(kind: str) -> str:
 
 
 def _divided(shape: ModelShape) -> str:
-    """What several ranks divide."""
+    """Return the parts that several ranks divide, as text."""
     attention = {Division.HEADS: "heads", Division.QUERIES: "query heads", Division.NONE: "all but attention"}
     found = [attention[shape.division]] * shape.has_rank_plan + ["experts"] * shape.has_expert_plan
     return ", ".join(found) or "nothing"

@@ -210,8 +210,8 @@ class EngineConfig(EveryEngineConfig):
     """Size of the draft model's own KV pool, in GiB. A sequence that does not fit into it gets no drafts from the
     model."""
     expert_parallel: bool = False
-    """Whether each rank of a worker has whole experts of a mixture-of-experts model, not a slice of every expert. Needs
-    `tensor_parallel` above 1, which must divide the number of experts."""
+    """True: each rank of a worker has some experts of a mixture-of-experts model, and has them whole. False: each rank
+    has a slice of every expert. Needs `tensor_parallel` above 1, which must divide the number of experts."""
     max_adapters: NotNegative = 0
     """Maximum number of LoRA adapters that a worker holds at a time. It loads one when a request needs it, and drops
     the one that was not used for the longest time. 0: none, and requests for adapters are refused. Workers with

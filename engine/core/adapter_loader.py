@@ -31,7 +31,7 @@ LATEST = 0.3
 LOAD_S = CHECK_S
 """Time after which a load counts as hanging, in seconds."""
 FAILED_S = 5.0
-"""How long an adapter that could not be loaded is refused without another attempt, in seconds."""
+"""Time for which an adapter that could not be loaded is refused without another attempt, in seconds."""
 MAX_FAILED = 1024
 """Maximum number of such adapters that are remembered."""
 _Key = tuple[str, str]
@@ -51,7 +51,7 @@ class _Wanted:
     put: _Put | None = None
     """Puts the adapter into a slot; None: it is not read yet."""
     read_s: float = 0.0
-    """How long it took to read it."""
+    """Time to read it, in seconds."""
 
 
 class AdapterLoader:
@@ -76,7 +76,7 @@ class AdapterLoader:
         self._failed: dict[_Key, tuple[float, BatonError]] = {}
         """Adapters that could not be loaded, each with the time until which it is refused; the next to end is first."""
         self._is_stuck = False
-        """Whether the load in progress hangs."""
+        """True if the load in progress hangs."""
         self._loading: asyncio.Task[None] | None = None
 
     @property

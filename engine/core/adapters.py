@@ -50,7 +50,7 @@ class AdapterSlots:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether any slot is pinned."""
+        """True if a slot is pinned."""
         return any(slot.num_pins for slot in self._slots.values())
 
     def is_loaded(self, digest: str) -> bool:

@@ -13,8 +13,9 @@ step's adapters.
 A map's `forward` is replaced only while a step has rows with adapters. A step without them runs the code of a model
 without adapters. If `fused_model` has merged projections, their products are added to slices of the merged output.
 
-With several ranks, B is divided if the map is divided by its output, and A if it is divided by its input. In the second
-case the ranks sum `h`, which is narrow. Each rank then adds the whole product, because the map has summed its output.
+With several ranks, B is divided if each rank gets a part of the map's output, and A if each rank has a part of its
+input. If all ranks have both whole, neither is divided. If A is divided, the ranks sum `h`, which is narrow; each rank
+then adds the whole product, because the map has summed its output.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class _Stack:
     Args:
         name: name of the map in transformers' model.
         shape: widths of the whole input and output.
-        split: dimension of the map's weight that is divided among ranks: 0 the output, 1 the input; None: neither.
+        split: what a rank has a part of: 0 the map's output, 1 its input; None: it has both whole.
         begin: first column of the map's output in the output of the module that computes the map.
         matrices: A, `[slots, rank, in]`, and B, `[slots, rank, out]`, both zero.
     """
@@ -250,8 +251,9 @@ class ModelAdapters:
         self._linear = [module for module in model.modules() if type(module) is nn.Linear]
         name_maps(model)
         self._dtype = next(weight.dtype for weight in model.parameters() if weight.dtype.is_floating_point)
-        self._called: dict[str, bool] = {}
-        """Name of a map -> whether the step's tokens were the rows of every watched call of it."""
+        self._called: dict[str, tuple[int, int] | None] = {}
+        """Name of a map -> widths of its input and output on this rank. None: in a watched call, the step's tokens were
+        not its rows."""
         self._maps: list[_Map] = []
         self._stacks: dict[str, _Stack] = {}
         """Matrices of each map, by its name."""
@@ -279,8 +281,8 @@ class ModelAdapters:
 
         The model's code uses the weights of other maps in another way, so `require_fit` refuses adapters for them.
         """
-        called: dict[str, bool] = {}
-        hooks = [module.register_forward_pre_hook(functools.partial(self._note, called)) for module in self._linear]
+        called: dict[str, tuple[int, int] | None] = {}
+        hooks = [module.register_forward_hook(functools.partial(self._note, called)) for module in self._linear]
         try:
             yield
         finally:
@@ -288,10 +290,18 @@ class ModelAdapters:
                 hook.remove()
         self._called = called  # not if the pass failed: what an earlier one has recorded is still right
 
-    def _note(self, called: dict[str, bool], module: nn.Module, given: tuple[Any, ...]) -> None:
+    def _note(
+        self,
+        called: dict[str, tuple[int, int] | None],
+        module: nn.Module,
+        given: tuple[Any, ...],
+        out: torch.Tensor,
+    ) -> None:
         pieces: tuple[Piece, ...] = getattr(module, NAME)
-        is_whole = bool(given) and given[0].shape[:-1].numel() == self.num_tokens
-        called[pieces[0].name] = is_whole and called.get(pieces[0].name, True)
+        widths = None
+        if given and given[0].shape[:-1].numel() == self.num_tokens:
+            widths = given[0].shape[-1], out.shape[-1]
+        called[pieces[0].name] = widths if called.get(pieces[0].name, widths) is not None else None
 
     def make(self) -> None:
         """Create the stacks of the maps that `watched` recorded.
@@ -313,13 +323,15 @@ class ModelAdapters:
         self._linear = []
 
     def _may_change(self, name: str) -> bool:
-        return self._called.get(name, False) and name.rpartition(".")[2] not in ENDS
+        return self._called.get(name) is not None and name.rpartition(".")[2] not in ENDS
 
     def _stack_of(self, module: nn.Module, piece: Piece) -> _Stack:
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         split, local = _split_of(weight)
         num_out, num_in = piece.end - piece.begin, weight.shape[1]
-        widths = (local.shape[1], local.shape[0] if split == 0 else num_out)
+        if split is not None and self._called[piece.name] == (num_in, num_out):
+            split = None  # every rank gives the map its whole input, and gets its whole output
+        widths = (local.shape[1] if split == 1 else num_in, local.shape[0] if split == 0 else num_out)
         rank = _padded(self._max_rank, local.element_size())
         small = functools.partial(lazy_zeros, in_huge_pages=False)  # an adapter uses little of each stack
         zeros = small if local.device.type == "cpu" else torch.zeros

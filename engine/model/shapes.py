@@ -22,7 +22,7 @@ FIXED_LENGTH = ("dynamic", "longrope")
 
 
 class Division(Enum):
-    """What several ranks divide of a model's attention. Each rank computes the whole of the rest."""
+    """Division of a model's attention among several ranks. Each rank computes all that is not divided."""
 
     HEADS = "heads"
     """Query heads and KV heads, so that each rank keeps the KV of its heads."""
@@ -79,7 +79,7 @@ class ModelShape:
     config: Any
     layers: Mapping[int, AttentionLayer]
     division: Division = Division.NONE
-    """What several ranks divide of its attention."""
+    """Division of its attention among several ranks."""
     has_rank_plan: bool = False
     """True if transformers knows how to divide its weights among ranks."""
     has_expert_plan: bool = False

@@ -208,20 +208,21 @@ async def test_a_poll_that_meets_a_change_takes_nothing_for_garbage(
     monkeypatch.setattr("kvstore.adapters.redis.FEW", few)  # large registries are decoded in a thread
     router = of_redis(server, namespace, member_keys)
     await router.put(registered("one"))
-    arrives, ask = asyncio.Event(), router._connection.ask
+    has_asked, arrives, ask = asyncio.Event(), asyncio.Event(), router._connection.ask
 
     async def slow(*args: Any) -> list[Any]:
         monkeypatch.setattr(router._connection, "ask", ask)
         found = await ask(*args)
+        has_asked.set()
         await arrives.wait()
         return found
 
     monkeypatch.setattr(router._connection, "ask", slow)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(router.follow())
-        await asyncio.sleep(0.02)
-        tasks.create_task(router.put(registered("two")))
-        await asyncio.sleep(0.02)
+        await has_asked.wait()
+        writing = tasks.create_task(router.put(registered("two")))
+        await asyncio.wait({writing}, timeout=0.1)  # it may as well wait for the poll
         arrives.set()
     assert sorted(router.adapters) == ["one", "two"]
     assert router._connection.garbage.seen() == ()

@@ -62,6 +62,9 @@ MODELS: dict[str, dict[str, Any]] = {
 NOT_CHANGED = ("experts", "kv_b_proj", "lm_head", "shared_expert_gate")
 
 
+OF_RANKS = MODELS | {"deepseek_v2": LATENT}
+
+
 def changeable(model: nn.Module) -> Shapes:
     """The linear maps of a model's layers, outside of its experts."""
     return {
@@ -475,9 +478,13 @@ def test_a_worker_with_adapters_runs_on_transformers_and_says_so(tmp_path: Path)
     assert "engine.max_adapters is 32, and the native step computes no adapters" in str(said)
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "olmo2", *[pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen3_moe", "phi3", "deepseek_v2")]],
+)
 async def test_ranks_divide_adapters_as_their_maps(kind: str, tmp_path: Path) -> None:
-    save_untied(kind, MODELS[kind], tmp_path / "model")
+    """Each rank has the whole attention of olmo2 and phi3, although their weights are divided."""
+    save_untied(kind, OF_RANKS.get(kind, {}), tmp_path / "model")
     reference = load_reference(tmp_path / "model")
     adapters = save_some(tmp_path, reference, 4)
     specs = [spec_of(f"{i}", prompts()[i % 5], adapter) for i, adapter in enumerate([*adapters, None, *adapters])]
