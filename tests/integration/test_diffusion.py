@@ -1,17 +1,15 @@
-"""A model that denoises canvases answers as `generate` with the same noise: in an engine, and in a cluster."""
+"""A model that denoises canvases answers as `generate` with the same noise."""
 
 from __future__ import annotations
 
 import json
 import random
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 
@@ -21,26 +19,18 @@ from baton.messages import SequenceSpec
 from engine.core.engine import Engine
 from engine.core.faults import Fault
 from engine.core.outputs import Generated, Output
-from engine.core.sequence import Purpose, Status
-from engine.model.canvas import Canvas
+from engine.core.runner import StepInput
+from engine.core.sequence import Purpose, Sequence, Status
+from engine.model.canvas import Canvas, Schedule
 from engine.model.pages import Pages
 from engine.runners import make_runner
-from tests.integration.cluster import running_cluster
-from tests.integration.test_engine_models import Reference, answers, engine_of
-from tests.integration.test_families_cluster import (
-    Served,
-    require_answers_through_a_drain,
-    require_answers_through_a_kill,
-)
-from tests.support.asking import metric, sampling
+from tests.integration.test_engine_models import answers, engine_of
 from tests.support.builders import sequence_spec
 from tests.support.diffusion import GENERATION, LENGTH, VOCAB_SIZE, generated, load_reference, save_tiny
 
 pytestmark = [pytest.mark.first, pytest.mark.integration]
 SEED = 5
 ENGINE = EngineConfig(num_blocks=96, max_num_batched_tokens=96, max_num_seqs=8)
-NUM_TOKENS = 256
-"""Tokens of each answer in a cluster, in the middle of which a worker leaves or dies."""
 
 
 @pytest.fixture(scope="module")
@@ -152,38 +142,45 @@ def test_a_prefill_worker_computes_the_prompt_and_no_canvas(
 ) -> None:
     """The KV is moved by hand, and the receiver starts with other content in the rest of its blocks."""
     sender, receiver = make_engine(folder), make_engine(folder)
-    spec = spec_of("one", prompts()[4], 40)
-    sent = sender.add(spec, Purpose.PREFILL, 0.0)
-    outputs = list[Output]()
+    for group in receiver.runner.caches[0].groups:
+        group.fill_(float("nan"))
+    specs = [spec_of(f"{number}", prompts()[number], 40) for number in (1, 2, 4)]
     with monkeypatch.context() as patch:
         patch.setattr(Canvas, "denoised", None)
-        while not outputs:
-            step, _ = sender.schedule(0.0)
-            outputs = sender.commit(step, sender.runner.execute(step), 0.0)
-    (output,) = outputs
-    assert isinstance(output, Generated)
-    assert (output.token_ids, output.finish_reason, sent.status) == ((), None, Status.HELD)
-    assert output.report is not None
-    received = receiver.add(spec, Purpose.RECEIVE, 0.0)
+        sent = [computed(sender, spec) for spec in specs]
+    targets = [receiver.add(spec, Purpose.RECEIVE, 0.0) for spec in specs]
     receiver.schedule(0.0)
-    for group, (source, target) in enumerate(
-        zip(sender.runner.caches[0].groups, receiver.runner.caches[0].groups, strict=True)
-    ):
-        target.fill_(float("nan"))
-        first = sender.runner.spec.groups[group].first_block(len(prompts()[4]))
-        blocks = [each[group][first : -(-len(prompts()[4]) // 16)] for each in (sent.block_ids, received.block_ids)]
-        target[:, list(blocks[1])] = source[:, list(blocks[0])]
-    assert receiver.insert(received, None, 0.0) is None
-    tokens = list[int]()
+    received = {target.key: list[int]() for target in targets}
+    for spec, source, target in zip(specs, sent, targets, strict=True):
+        for group, layers in enumerate(sender.runner.spec.groups):
+            blocks = slice(layers.first_block(spec.num_prompt_tokens), -(-spec.num_prompt_tokens // 16))
+            pages = [each.runner.caches[0].groups[group] for each in (sender, receiver)]
+            pages[1][:, list(target.block_ids[group][blocks])] = pages[0][:, list(source.block_ids[group][blocks])]
+        assert receiver.insert(target, None, 0.0) is None
     while receiver.load().running:
         step, _ = receiver.schedule(0.0)
         for each in receiver.commit(step, receiver.runner.execute(step), 0.0):
             assert isinstance(each, Generated)
-            tokens += each.token_ids
-    require_same([tokens, []], [generated(model, prompts()[4], 40, SEED)[0], []])
-    sender.end(sent)
+            received[each.sequence_key] += each.token_ids
+    require_same(list(received.values()), [generated(model, list(spec.token_ids), 40, SEED)[0] for spec in specs])
+    for source in sent:
+        sender.end(source)
     sender.check()
     receiver.check()
+
+
+def computed(engine: Engine, spec: SequenceSpec) -> Sequence:
+    """Returns a sequence whose prompt a prefill worker has computed."""
+    sequence = engine.add(spec, Purpose.PREFILL, 0.0)
+    outputs = list[Output]()
+    while not any(isinstance(output, Generated) for output in outputs):
+        step, _ = engine.schedule(0.0)
+        outputs = engine.commit(step, engine.runner.execute(step), 0.0)
+    (output,) = outputs
+    assert isinstance(output, Generated)
+    assert (output.token_ids, output.finish_reason, sequence.status) == ((), None, Status.HELD)
+    assert output.report is not None
+    return sequence
 
 
 def test_a_step_that_is_computed_again_takes_each_canvas_one_step_further(
@@ -207,20 +204,51 @@ def test_a_step_that_is_computed_again_takes_each_canvas_one_step_further(
     require_same(got, [generated(model, prompts()[i], 32, SEED)[0] for i in chosen])
 
 
-def test_steps_have_room_for_the_canvases_of_all_sequences(folder: Path) -> None:
+def test_steps_have_room_for_the_canvases_of_all_sequences(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No canvas is begun that the next step has no room for: it would be lost."""
+    begun, denoised = list[int](), Canvas.denoised
+
+    def noting(self: Canvas, logits: torch.Tensor, schedule: Schedule) -> Canvas:
+        if not self.likeliest:
+            begun.append(self.key.position)
+        return denoised(self, logits, schedule)
+
+    monkeypatch.setattr(Canvas, "denoised", noting)
     engine = make_engine(folder, replace(ENGINE, max_num_batched_tokens=3 * LENGTH + 2))
     for number in range(6):
-        engine.add(spec_of(f"{number}", prompts()[2], 32), Purpose.GENERATE, 0.0)
+        engine.add(spec_of(f"{number}", prompts()[2], 32, seed=number), Purpose.GENERATE, 0.0)
     most, num_steps = 0, 0
     while engine.load().running or engine.load().waiting:
         step, _ = engine.schedule(0.0)
-        num_tokens = step.num_scheduled_tokens + LENGTH * sum(part.sample for part in step.parts)
-        most = max(most, num_tokens)
-        assert len(step.parts) <= 3
+        assert engine.load().running <= 3
+        most = max(most, step.num_scheduled_tokens + LENGTH * sum(part.sample for part in step.parts))
         engine.commit(step, engine.runner.execute(step), 0.0)
         num_steps += 1
+    assert sorted(begun) == [LENGTH] * 6 + [2 * LENGTH] * 6
     assert 2 * LENGTH < most <= 4 * LENGTH + 2
     assert num_steps < 6 * 2 * GENERATION["max_denoising_steps"], "canvases are denoised together"
+
+
+def test_a_sequence_that_missed_a_step_may_have_other_blocks(folder: Path, model: Any) -> None:
+    """All but its last token was found in the cache after a preemption: that one is computed again."""
+    prompt, found = prompts()[1], list[list[int]]()
+    for seed in range(3):
+        engine = make_engine(folder)
+        engine.add(spec_of("one", prompt, 16, seed=seed), Purpose.GENERATE, 0.0)
+        for _ in range(3):
+            step, _ = engine.schedule(0.0)
+            engine.commit(step, engine.runner.execute(step), 0.0)
+        (part,) = engine.schedule(0.0)[0].parts
+        assert len(part.token_ids) == 1
+        engine.runner.execute(StepInput(()))
+        for group in engine.runner.caches[0].groups:
+            group[:, 20] = float("nan")
+        moved = part._replace(block_ids=tuple((table[0], 20) for table in part.block_ids))
+        tokens: tuple[int, ...] = ()
+        while not tokens:
+            (tokens,) = engine.runner.execute(StepInput((moved,))).sampled_token_ids
+        found.append(list(tokens))
+    require_same(found, [generated(model, prompt, 16, seed)[0] for seed in range(3)])
 
 
 def test_the_last_token_is_computed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,52 +329,3 @@ def test_pages_that_are_written_to_other_places_are_noticed_at_load(
     )
     with pytest.raises(ModelLoadError, match="models of type 'diffusion_gemma' are not supported: over the KV cache"):
         make_engine(folder)
-
-
-# -- a cluster ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path, model: Any) -> Iterator[Served]:
-    long = [generated(model, prompt, NUM_TOKENS, 0, is_drawn=False)[0] for prompt in prompts()]
-    with running_cluster(
-        *("--model", str(folder)),
-        cluster_decode="2",
-        engine_num_blocks="320",
-        router_mode="disaggregated",
-        router_slo_classes='{"default": {"ttft_ms": 600000, "itl_ms": 600000}}',
-    ) as cluster:
-        yield Served(
-            cluster=cluster,
-            # Rounding may change a draw anywhere: each place counts as a near tie.
-            references=[Reference(tokens, [0.0] * len(tokens)) for tokens in long],
-            prompts=prompts(),
-            num_tokens=NUM_TOKENS,
-        )
-
-
-def test_a_cluster_answers_with_the_kv_that_was_transferred(served: Served, model: Any) -> None:
-    got, expected = [], []
-    for prompt in prompts():
-        answer = served.cluster.generate(token_ids=prompt, sampling=sampling(24, temperature=1, seed=SEED))
-        assert answer.timing.mode == "disaggregated"
-        assert answer.usage.completion_tokens == 24
-        got.append(answer.token_ids)
-        expected.append(generated(model, prompt, 24, SEED)[0])
-    require_same(got, expected)
-    assert metric(served.cluster, "baton_transfer_bytes_total") > 0
-
-
-def test_what_needs_one_token_after_another_is_refused_by_the_router(served: Served) -> None:
-    with pytest.raises(grpc.RpcError, match="top_p needs a model that draws one token after another"):
-        served.cluster.generate(token_ids=[5, 6], sampling=sampling(4, temperature=1, top_p=0.5))
-
-
-@pytest.mark.chaos
-def test_answers_go_on_with_their_kv_as_a_worker_drains(served: Served) -> None:
-    require_answers_through_a_drain(served)
-
-
-@pytest.mark.chaos
-def test_answers_go_on_as_a_worker_dies(served: Served) -> None:
-    require_answers_through_a_kill(served)
