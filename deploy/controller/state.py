@@ -9,6 +9,7 @@ import os
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from baton.cluster import MAX_WORKERS, Role
 from baton.config import Config
@@ -38,8 +39,9 @@ class ControllerState:
     retiring: frozenset[str] = frozenset()
     """Workers that must leave."""
     role_change: RoleChange | None = None
-    gpus_per_worker: float = 0.0
-    """GPUs per worker, constant for the life of a cluster: a replacement gets the GPUs of the worker that left."""
+    gpus_per_worker: Mapping[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))
+    """GPUs per worker of each pool, constant for the life of a cluster: a replacement gets the GPUs of the worker that
+    left."""
 
     def is_changing_role(self, worker_id: str) -> bool:
         return self.role_change is not None and self.role_change.worker_id == worker_id
@@ -96,7 +98,7 @@ def load(path: Path) -> ControllerState | None:
             pools=_by_worker(values.get("pools", {})),  # a file of an earlier version has none
             retiring=frozenset(values["retiring"]),
             role_change=RoleChange(flip["worker"], Role(flip["role"])) if flip else None,
-            gpus_per_worker=float(values["gpus_per_worker"]),
+            gpus_per_worker=_gpus(values["gpus_per_worker"]),
         )
     except FileNotFoundError:
         return None
@@ -106,6 +108,11 @@ def load(path: Path) -> ControllerState | None:
 
 def _by_worker(values: Mapping[str, str]) -> dict[str, Role]:
     return {str(worker_id): Role(role) for worker_id, role in values.items()}
+
+
+def _gpus(value: Any) -> dict[Role, float]:
+    """Return the GPUs per worker of each pool; an earlier version had one number for both."""
+    return {role: float(value[role.value] if isinstance(value, dict) else value) for role in Role}
 
 
 def save(path: Path, state: ControllerState) -> None:
@@ -123,7 +130,7 @@ def save(path: Path, state: ControllerState) -> None:
         "flip": {"worker": state.role_change.worker_id, "role": state.role_change.role.value}
         if state.role_change
         else None,
-        "gpus_per_worker": state.gpus_per_worker,
+        "gpus_per_worker": {role.value: gpus for role, gpus in state.gpus_per_worker.items()},
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
