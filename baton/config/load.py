@@ -14,7 +14,7 @@ import yaml
 from baton.cluster import Role
 from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfig
 from baton.config.engine import EngineConfig, ModelConfig
-from baton.config.pools import PoolConfig, PoolsConfig
+from baton.config.pools import POOL_SETTINGS, PoolsConfig
 from baton.config.secrets import why_unreadable, without_password
 from baton.config.section import UNLISTED, build, is_listed, section
 from baton.config.serving import IndexConfig, RouterConfig
@@ -76,10 +76,9 @@ class Config:
     def _check(self, pool: Role) -> None:
         """Raise ConfigError if the settings of this pool's workers do not go together."""
         engine = self.engine_of(pool)
-        own = getattr(self.pools, pool)
         ranks, gpus = engine.tensor_parallel, self.gpus_per_worker(pool)
-        ranks_name, gpus_name = self._name_of(pool, "tensor_parallel"), "cluster.gpus_per_worker"
-        if own.gpus_per_worker:
+        ranks_name, gpus_name = self.name_of(pool, "tensor_parallel"), "cluster.gpus_per_worker"
+        if self.pools.of(pool).gpus_per_worker:
             gpus_name = f"pools.{pool}.gpus_per_worker"
         if ranks > 1 and gpus and gpus != ranks:
             raise ConfigError(
@@ -89,23 +88,27 @@ class Config:
             raise ConfigError(f"testing.arithmetic has one rank; set {ranks_name} to 1")
         if engine.kv_dtype in UNCONVERTED and self.transfer.wire_dtype != "auto":
             raise ConfigError(
-                f"transfer.wire_dtype is {self.transfer.wire_dtype}, but pages of {self._name_of(pool, 'kv_dtype')} "
+                f"transfer.wire_dtype is {self.transfer.wire_dtype}, but pages of {self.name_of(pool, 'kv_dtype')} "
                 f"{engine.kv_dtype} cannot be converted; set transfer.wire_dtype to auto"
             )
 
-    def _name_of(self, pool: Role, setting: str) -> str:
+    def name_of(self, pool: Role, setting: str) -> str:
         """Return the name of the setting that holds this value of the pool's engine."""
-        return f"pools.{pool}.engine.{setting}" if setting in getattr(self.pools, pool).engine else f"engine.{setting}"
+        return f"pools.{pool}.engine.{setting}" if setting in self.pools.of(pool).engine else f"engine.{setting}"
 
     def engine_of(self, pool: Role) -> EngineConfig:
         """Return the engine of the workers that start in this pool."""
-        own: PoolConfig = getattr(self.pools, pool)
-        return own.applied(self.engine, f"pools.{pool}.engine")
+        return self.pools.of(pool).applied(self.engine, f"pools.{pool}.engine")
+
+    @property
+    def engine_differences(self) -> tuple[str, ...]:
+        """Settings of `engine` that differ between the pools. Workers change their roles only if there are none."""
+        engines = [self.engine_of(pool) for pool in Role]
+        return tuple(name for name in sorted(POOL_SETTINGS) if len({getattr(each, name) for each in engines}) > 1)
 
     def gpus_per_worker(self, pool: Role) -> float:
         """Return the configured GPUs of a worker that starts in this pool; 0: none are configured."""
-        own: PoolConfig = getattr(self.pools, pool)
-        return own.gpus_per_worker or self.cluster.gpus_per_worker
+        return self.pools.of(pool).gpus_per_worker or self.cluster.gpus_per_worker
 
     @property
     def router_ports(self) -> tuple[tuple[str, str, int], ...]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from baton.cluster import Role
 from baton.config.engine import EngineConfig
 from baton.config.section import JSON, NUMBER, Must, section
 from baton.errors import ConfigError
 from baton.spelling import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 POOL_SETTINGS = frozenset(
     {
@@ -71,3 +75,15 @@ class PoolsConfig:
     """Workers that start in the prefill pool."""
     decode: Annotated[PoolConfig, JSON] = field(default_factory=PoolConfig)
     """Workers that start in the decode pool."""
+
+    def of(self, pool: Role) -> PoolConfig:
+        """Return the settings of this pool."""
+        return self.prefill if pool is Role.PREFILL else self.decode
+
+    def with_engine(self, settings: Mapping[Role, Mapping[str, Any]]) -> PoolsConfig:
+        """Return these settings, with some settings of the pools' engines added or replaced."""
+        own = {
+            pool.value: dataclasses.replace(self.of(pool), engine={**self.of(pool).engine, **engine})
+            for pool, engine in settings.items()
+        }
+        return dataclasses.replace(self, **own)

@@ -132,7 +132,14 @@ class Controller:
             if worker_id in found:
                 self._lives.adopt(worker)
         self._record_workers()
+        self._retire_flipped()
         await self._lives.settled([worker for worker in self._lives.workers.values() if worker.task])
+
+    def _retire_flipped(self) -> None:
+        """Replace workers that have changed their role, if the pools have got different engines since then."""
+        if self.config.engine_differences:
+            flipped = {worker.id for worker in self._lives.workers.values() if worker.role is not worker.pool}
+            self.record(replace(self.state, retiring=self.state.retiring | flipped))
 
     async def run(self) -> None:
         """Keep the pools at their sizes until cancelled.

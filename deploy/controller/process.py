@@ -244,9 +244,14 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
 
 
 def _still_right(config: Config, shares: Mapping[Role, float]) -> dict[Role, float]:
-    """Return the GPUs per worker of a cluster that runs already, whose tensor_parallel may have changed."""
+    """Return the GPUs per worker of a cluster that runs already; only the pools' settings may have changed them."""
     ranks = {pool: config.engine_of(pool).tensor_parallel for pool in Role}
-    return {pool: float(ranks[pool]) if share and ranks[pool] > 1 else share for pool, share in shares.items()}
+    return {
+        pool: config.gpus_per_worker(pool) or (float(ranks[pool]) if ranks[pool] > 1 else min(share, 1.0))
+        if share
+        else share
+        for pool, share in shares.items()
+    }
 
 
 async def _gpus_per_worker(config: Config, desired: Mapping[Role, int], wait_s: float) -> dict[Role, float]:

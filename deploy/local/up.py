@@ -36,6 +36,7 @@ from baton.tls import member_tls
 from baton.trust import KeyFile, Principal
 from deploy.controller.state import starting_sizes
 from deploy.doctor import start
+from deploy.doctor.preflight import kv_sizes_in_words
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.local.child import Child
 from deploy.local.child_log import log_folder, log_of
@@ -192,7 +193,7 @@ def _sized(config: Config, console: Console) -> Config:
     """Return the configuration with the size of the KV pools, if this process can determine it."""
     sized = start.require_model(config)
     if sized != config:
-        console.print(f"==> {sized.engine.kv_cache_gib:.3g} GiB for each KV pool", style="dim")
+        console.print(f"==> {kv_sizes_in_words(sized)}", style="dim")
     return sized
 
 

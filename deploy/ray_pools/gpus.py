@@ -109,8 +109,8 @@ def _problem(config: Config, num_fitting: int, num_workers: int) -> str:
     if len(set(ranks.values())) == 1:
         needs, more = f"each worker needs {most} GPUs", f"cluster.gpus_per_worker to {most}"
     else:
-        needs = " and ".join(f"each {pool} worker {ranks[pool]} GPUs" for pool in Role)
-        needs = needs.replace("worker ", "worker needs ", 1)
+        numbers = {pool: f"{num} GPU{'s' if num > 1 else ''}" for pool, num in ranks.items()}
+        needs = f"each prefill worker needs {numbers[Role.PREFILL]} and each decode worker {numbers[Role.DECODE]}"
         more = " and ".join(f"pools.{pool}.gpus_per_worker to {ranks[pool]}" for pool in Role)
     return (
         f"{needs} of one Ray node (engine.tensor_parallel), and the nodes' GPUs suffice for {num_fitting} of "

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.cluster import Role
 from baton.config import ClusterConfig, Config, IndexConfig, TelemetryConfig, TestingConfig, process_config
 from baton.errors import ConfigError, WorkerFailed
 from baton.trust import KeyFile, Principal, draw_secret, write_private
@@ -62,7 +63,7 @@ async def test_why_a_worker_does_not_start_is_in_its_container_s_log(
 
 def test_a_worker_asks_redis_as_the_user_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Ray passes on is the controller's, without its password."""
-    given = Config(index=IndexConfig(redis_url="redis://controller:word@redis:6379/0")).for_workers()
+    given = Config(index=IndexConfig(redis_url="redis://controller:word@redis:6379/0")).for_pool(Role.DECODE)
     own = "redis://worker:other@redis:6379/0"
     url = own_redis_url(given, {"BATON_INDEX_REDIS_URL": own})
     assert url == "redis://worker:***@redis:6379/0"
