@@ -64,6 +64,8 @@ TICK_S = 0.5
 """Interval between rounds without events, because waits end and the workers' load changes."""
 ROOM_S = 10.0
 """Time without a node after which a starting worker counts as waiting for room."""
+TURN_S = 1.0
+"""Time without an answer of its node after which a starting worker counts as waiting for its turn."""
 CHECK_RAY_S = 5.0
 STATES = {
     WorkerPhase.DOWN: WorkerState.DEAD,
@@ -256,7 +258,8 @@ class Controller:
             self._is_whole.set()
         self._log_waits(observed)
         giving_way = GivingWay(in_place=self.config.kubernetes.in_place, room=self._rollout.room)
-        for action in reconcile(self.state.desired, list(observed.values()), time.monotonic(), giving_way):
+        workers_now, cluster = list(observed.values()), self.config.cluster
+        for action in reconcile(self.state.desired, workers_now, time.monotonic(), cluster, giving_way):
             match action:
                 case StartWorker(worker_id, role):
                     worker = workers.setdefault(worker_id, ManagedWorker(id=worker_id, pool=role, role=role))
@@ -368,6 +371,8 @@ class Controller:
             is_draining=worker.is_draining and is_ready and not is_held,
             is_outdated=is_outdated,
             waits_for_room=is_unplaced and time.monotonic() - worker.since_s > ROOM_S,
+            waits_for_turn=worker.waits_for_turn_since_s is not None
+            and time.monotonic() - worker.waits_for_turn_since_s > TURN_S,
             start_at_s=worker.start_at_s,
             num_neighbours=num_neighbours,
             num_requests=lease.load.running + lease.load.waiting if lease else 0,

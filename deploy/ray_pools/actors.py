@@ -129,6 +129,7 @@ class RayActors:
         self._host = host
         self._configs = {pool: config.for_pool(pool).to_json() for pool in Role}
         self._gpus_per_worker = gpus_per_worker
+        self._starting_per_node = config.cluster.starting_per_node
         self._keys = keys
         self._options: dict[str, Any] = {
             "lifetime": "detached",
@@ -221,6 +222,11 @@ class RayActors:
     async def placed(self, actor: Any) -> None:
         """Wait until a node has the actor. Raises WorkerFailed if it is gone."""
         await _result(actor.__ray_ready__.remote())
+
+    async def turn(self, actor: Any) -> None:
+        """Wait until the actor's node lets its worker load the model. Raises WorkerFailed if the actor is gone."""
+        with contextlib.suppress(AttributeError):  # an actor of an earlier version waits for nobody
+            await _result(actor.turn.remote(self._starting_per_node))
 
     async def start(self, actor: Any) -> Started:
         """Wait until the worker is ready; it may be already. Raises the errors of `WorkerActor.start`."""

@@ -60,6 +60,8 @@ class LocalActors(RayActors):
         self.pod = ""
         self.has_room = asyncio.Event()
         self.has_room.set()
+        self.has_turn = asyncio.Event()
+        self.has_turn.set()
         self.may_start = asyncio.Event()
         self.may_start.set()
 
@@ -84,6 +86,9 @@ class LocalActors(RayActors):
 
     async def placed(self, actor: Actor) -> None:
         await self.has_room.wait()
+
+    async def turn(self, actor: Actor) -> None:
+        await self.has_turn.wait()
 
     async def start(self, actor: Actor) -> Started:
         await actor.may_start.wait()
@@ -427,6 +432,25 @@ async def test_a_worker_that_hangs_is_started_again_after_two_leases(
     assert "worker-1 (decode) has had no lease for 0 s: it does not serve" in caplog.text
     assert "worker-1 (decode) does not answer either: it is killed" in caplog.text
     assert "worker-0" not in caplog.text
+
+
+async def test_a_worker_that_waits_for_its_turn_on_its_node_has_not_begun_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time for the start begins later, and others begin on other nodes meanwhile."""
+    monkeypatch.setattr(controller_module, "TURN_S", 0.05)
+    config = replace(CONFIG, cluster=ClusterConfig(start_timeout_s=0.3, starting=2))
+    async with bench(tmp_path, config, decode=4) as it:
+        it.actors.has_turn.clear()
+        it.actors.num_created = 0
+        await until(lambda: it.actors.num_created == 4)
+        await asyncio.sleep(0.4)
+        found = it.controller.observed().values()
+        assert [(each.phase, each.waits_for_turn) for each in found] == [(WorkerPhase.STARTING, True)] * 4
+        assert it.controller.trouble()[1] == PoolTrouble("decode", 0, 0)
+        it.actors.has_turn.set()
+        await until(lambda: num_ready(it) == 4)
+        assert it.actors.num_created == 4
 
 
 async def test_a_worker_that_answers_without_a_lease_serves_nobody_and_is_started_again_in_the_end(
