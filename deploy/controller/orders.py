@@ -112,7 +112,7 @@ class Orders:
         if differing := controller.config.engine_differences:
             raise InvalidRequest(
                 f"{worker_id} cannot become a {target} worker: it keeps its engine, and the pools' engines differ in "
-                f"{' and '.join(differing)}; change the sizes of both pools with `baton scale` instead",
+                f"{', '.join(differing)}; change the sizes of both pools with `baton scale` instead",
                 "role",
             )
         if not is_serving(worker):

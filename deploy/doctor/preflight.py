@@ -151,6 +151,8 @@ def with_kv_size(config: Config) -> Config:
             _require_room_on_gpus(config, pool, gpus or [])
         return config
     sizes = {pool: _kv_gib(config, pool) for pool in Role}
+    if all(sizes[pool] == config.engine_of(pool).kv_cache_gib for pool in Role):
+        return config
     if not config.engine_differences and "kv_cache_gib" not in config.pools.decode.engine:
         return replace(config, engine=replace(config.engine, kv_cache_gib=sizes[Role.DECODE]))
     return replace(config, pools=config.pools.with_engine({pool: {"kv_cache_gib": sizes[pool]} for pool in Role}))

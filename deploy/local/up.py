@@ -192,7 +192,7 @@ async def _resolved(config: Config, console: Console) -> Config:
 def _sized(config: Config, console: Console) -> Config:
     """Return the configuration with the size of the KV pools, if this process can determine it."""
     sized = start.require_model(config)
-    if sized != config:
+    if sized != config and kv_sizes_in_words(sized):
         console.print(f"==> {kv_sizes_in_words(sized)}", style="dim")
     return sized
 

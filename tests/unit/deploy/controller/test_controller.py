@@ -352,7 +352,7 @@ async def test_between_pools_of_different_engines_no_worker_changes_its_role(tmp
         await until(lambda: num_ready(it) == 2)
         sentence = (
             "^worker-0 cannot become a prefill worker: it keeps its engine, and the pools' engines differ in "
-            "max_num_seqs and tensor_parallel; change the sizes of both pools with `baton scale` instead$"
+            "max_num_seqs, tensor_parallel; change the sizes of both pools with `baton scale` instead$"
         )
         with pytest.raises(InvalidRequest, match=sentence):
             await it.orders.set_role("worker-0", "prefill")
