@@ -96,8 +96,8 @@ class ClusterConfig:
     """Time that a worker has to migrate its requests before it leaves. Requests that remain after it are recomputed on
     other workers."""
     start_timeout_s: Wait = 180.0
-    """Timeout for the initial start of the whole cluster and for each later start of a worker, measured from when a
-    node has room for the worker."""
+    """Timeout for each start of a worker, measured from when its node lets it load the model. `baton up` waits this
+    long for the whole cluster, or a multiple of it if not all workers may start at a time (`starting_per_node`)."""
     stop_timeout_s: Wait = 20.0
     """Time that each process has to stop before it is killed."""
     starting: NotNegative = 0
@@ -123,6 +123,15 @@ class ClusterConfig:
     def num_starting(self, num_workers: int) -> int:
         """Return how many workers may start at a time, if the pools have `num_workers` workers together."""
         return self.starting or max(LEAST_STARTING, math.ceil(num_workers / 2))
+
+    @property
+    def whole_start_timeout_s(self) -> float:
+        """Timeout of `baton up` for the start of all workers: they start in groups, one after the other."""
+        num_workers = self.prefill + self.decode
+        at_once = self.num_starting(num_workers)
+        if not self.ray_address:  # they are all on one node
+            at_once = min(at_once, self.starting_per_node)
+        return self.start_timeout_s * max(math.ceil(num_workers / at_once), 1)
 
     def num_surge(self, num_workers: int) -> int:
         """Return how many additional workers a pool of that size may have during a roll-out."""

@@ -239,7 +239,7 @@ async def _keep_redis(redis: EmbeddedRedis) -> None:
 
 def _not_ready(config: Config) -> ConfigError:
     return ConfigError(
-        f"the cluster was not ready within {config.cluster.start_timeout_s:g} s (cluster.start_timeout_s); the "
+        f"the cluster was not ready within {config.cluster.whole_start_timeout_s:g} s (cluster.start_timeout_s); the "
         f"workers' lines above say why; is Redis at {without_password(config.index.redis_url)} reachable, and has Ray "
         f"room for {config.cluster.prefill} prefill and {config.cluster.decode} decode workers?"
     )
@@ -254,9 +254,9 @@ async def _started(ray: RayCluster, config: Config, keys: KeyFile) -> None:
         keys: keys that verify the members' values in Redis.
 
     Raises:
-        TimeoutError: the start took longer than `cluster.start_timeout_s`.
+        TimeoutError: the start took longer than `ClusterConfig.whole_start_timeout_s`.
     """
-    async with asyncio.timeout(config.cluster.start_timeout_s):
+    async with asyncio.timeout(config.cluster.whole_start_timeout_s):
         await ray.start()
         redis = RedisConnection(config.index.url, tls=member_tls(config.cluster))
         leases = RedisLeases(redis, content_id(config.kv_identity), keys=keys)

@@ -211,6 +211,21 @@ def test_small_pools_replace_one_worker_at_a_time() -> None:
     assert ClusterConfig(starting=1).num_starting(64) == 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_groups"),
+    [
+        ({}, 1),
+        ({"prefill": 3, "decode": 4}, 4),
+        ({"prefill": 3, "decode": 4, "starting_per_node": 7}, 2),  # four of seven at a time
+        ({"prefill": 3, "decode": 4, "starting_per_node": 7, "starting": 7}, 1),
+        ({"prefill": 32, "decode": 32, "ray_address": "127.0.0.1:6379"}, 2),
+        ({"prefill": 0, "decode": 0}, 1),
+    ],
+)
+def test_a_start_may_take_its_time_for_each_group_of_workers(settings: dict[str, Any], num_groups: int) -> None:
+    assert ClusterConfig(start_timeout_s=60.0, **settings).whole_start_timeout_s == 60.0 * num_groups
+
+
 def test_items_of_a_list_may_have_spaces_around_them() -> None:
     assert load(environ={"BATON_TRANSFER_TRANSPORTS": "shm, tcp"}).transfer.transports == ("shm", "tcp")
 
