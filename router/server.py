@@ -315,6 +315,7 @@ def _registry(
         dependencies=store.dependencies,
         poll_s=config.index.poll_s,
         lease_s=config.index.lease_s,
+        engines={role: config.differing_settings(role) for role in Role},
     )
 
 

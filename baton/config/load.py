@@ -106,6 +106,11 @@ class Config:
         engines = [self.engine_of(pool) for pool in Role]
         return tuple(name for name in sorted(POOL_SETTINGS) if len({getattr(each, name) for each in engines}) > 1)
 
+    def differing_settings(self, pool: Role) -> tuple[str, ...]:
+        """Return the settings of this pool's engine that differ from the other pool's, such as tensor_parallel=2."""
+        engine = self.engine_of(pool)
+        return tuple(f"{name}={getattr(engine, name)}" for name in self.engine_differences)
+
     def gpus_per_worker(self, pool: Role) -> float:
         """Return the configured GPUs of a worker that starts in this pool; 0: none are configured."""
         return self.pools.of(pool).gpus_per_worker or self.cluster.gpus_per_worker

@@ -67,6 +67,16 @@ def test_pools_have_the_engines_that_are_configured(served: Served) -> None:
     assert ["spawn_main" in " ".join(command_line(child)) for child in children].count(True) == 1, "the other rank"
 
 
+def test_the_status_says_in_what_the_engines_of_the_pools_differ(served: Served) -> None:
+    assert served.cluster.client.status()["pools"]["decode"]["engine"] == [
+        "kv_dtype=bfloat16",
+        "max_num_batched_tokens=auto",
+        "max_num_seqs=16",
+        "num_blocks=96",
+        "tensor_parallel=2",
+    ]
+
+
 def test_prompts_computed_by_one_rank_are_answered_by_two_as_by_one_engine(served: Served) -> None:
     cluster, num_same = served.cluster, 0
     for prompt, reference in zip(served.prompts, served.references, strict=True):
