@@ -111,6 +111,15 @@ class Config:
         engine = self.engine_of(pool)
         return tuple(f"{name}={getattr(engine, name)}" for name in self.engine_differences)
 
+    def worker_settings(self, pool: Role) -> str:
+        """Return what a worker of this pool must be started again for if it changes: its engine and its GPUs, as JSON.
+
+        Defaults are left out, so that a release with more settings starts no worker again.
+        """
+        engine = self.engine_of(pool)
+        own = _changed(engine, dataclasses.asdict(engine)), self.gpus_per_worker(pool)
+        return json.dumps(own, sort_keys=True)
+
     def gpus_per_worker(self, pool: Role) -> float:
         """Return the configured GPUs of a worker that starts in this pool; 0: none are configured."""
         return self.pools.of(pool).gpus_per_worker or self.cluster.gpus_per_worker

@@ -45,6 +45,7 @@ from deploy.controller.reconcile import (
     RetireWorker,
     StartWorker,
     WorkerPhase,
+    is_serving,
     num_serving,
     reconcile,
 )
@@ -129,7 +130,8 @@ class Controller:
         pools = {**self.state.pools, **await self._actors.pools(found - self.state.pools.keys())}
         for worker_id, pool in sorted(pools.items()):
             role = self.state.roles.get(worker_id) or leased.get(worker_id) or pool
-            worker = ManagedWorker(id=worker_id, pool=pool, role=role)
+            settings = self.state.settings.get(worker_id) or self.config.worker_settings(pool)
+            worker = ManagedWorker(id=worker_id, pool=pool, role=role, settings=settings)
             self._lives.workers[worker_id] = worker
             if worker_id in found:
                 self._lives.adopt(worker)
@@ -252,6 +254,8 @@ class Controller:
         if workers.keys() != self.state.roles.keys():  # one has left
             self._record_workers()
         self._follow_specs()
+        if not self.config.kubernetes.namespace:  # there the pods have the settings' version, and are replaced with it
+            self._replace_changed()
         observed = self.observed()
         if all(num_serving(observed.values(), role) >= self.state.desired[role] for role in Role):
             self._lives.must_start = False
@@ -263,6 +267,7 @@ class Controller:
             match action:
                 case StartWorker(worker_id, role):
                     worker = workers.setdefault(worker_id, ManagedWorker(id=worker_id, pool=role, role=role))
+                    worker.settings = self.config.worker_settings(worker.pool)
                     self._record_workers()
                     self._lives.start(worker)
                 case RetireWorker(worker_id):
@@ -272,6 +277,20 @@ class Controller:
                 case ForgetWorker(worker_id):
                     del workers[worker_id]
                     self._record_workers()
+
+    def _replace_changed(self) -> None:
+        """Retire workers whose settings have changed since their start, a few of a pool that is whole at a time."""
+        observed = self.observed()
+        for pool in Role:
+            workers = [worker for worker in self._lives.workers.values() if worker.pool is pool]
+            changed = [worker.id for worker in workers if worker.settings != self.config.worker_settings(pool)]
+            ready = [worker_id for worker_id in sorted(changed) if is_serving(observed[worker_id])]
+            is_whole = num_serving(observed.values(), pool) >= self.state.desired[pool]
+            if not ready or not is_whole or any(observed[worker.id].is_retiring for worker in workers):
+                continue
+            retiring = set(ready[: max(self.config.cluster.num_unavailable(self.state.desired[pool]), 1)])
+            logger.info("the settings of the %s pool have changed: %s are replaced", pool, ", ".join(sorted(retiring)))
+            self.record(replace(self.state, retiring=self.state.retiring | retiring))
 
     async def ask_for_role(self, change: RoleChange) -> None:
         """Request a change of role from the worker. Raises the worker's own error, or WorkerFailed."""
@@ -394,4 +413,6 @@ class Controller:
         """Record the current workers in the state file."""
         roles = {worker.id: worker.role for worker in self._lives.workers.values()}
         pools = {worker.id: worker.pool for worker in self._lives.workers.values()}
-        self.record(replace(self.state, roles=roles, pools=pools, retiring=self.state.retiring & roles.keys()))
+        settings = {worker.id: worker.settings for worker in self._lives.workers.values()}
+        retiring = self.state.retiring & roles.keys()
+        self.record(replace(self.state, roles=roles, pools=pools, settings=settings, retiring=retiring))

@@ -36,6 +36,8 @@ class ControllerState:
     """Role of every worker that was started and has not left."""
     pools: Mapping[str, Role] = field(default_factory=dict)
     """Pool in which each worker was started. It runs on a node for that pool, independent of its current role."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Settings with which each worker was started (`Config.worker_settings`). Missing: a file of an earlier version."""
     retiring: frozenset[str] = frozenset()
     """Workers that must leave."""
     role_change: RoleChange | None = None
@@ -96,6 +98,7 @@ def load(path: Path) -> ControllerState | None:
             cluster=str(values["cluster"]),
             roles=_by_worker(values["workers"]),
             pools=_by_worker(values.get("pools", {})),  # a file of an earlier version has none
+            settings={str(worker_id): str(text) for worker_id, text in values.get("settings", {}).items()},
             retiring=frozenset(values["retiring"]),
             role_change=RoleChange(flip["worker"], Role(flip["role"])) if flip else None,
             gpus_per_worker=_gpus(values["gpus_per_worker"]),
@@ -126,6 +129,7 @@ def save(path: Path, state: ControllerState) -> None:
         "cluster": state.cluster,
         "workers": {worker_id: role.value for worker_id, role in state.roles.items()},
         "pools": {worker_id: pool.value for worker_id, pool in state.pools.items()},
+        "settings": dict(state.settings),
         "retiring": sorted(state.retiring),
         "flip": {"worker": state.role_change.worker_id, "role": state.role_change.role.value}
         if state.role_change

@@ -58,6 +58,8 @@ class ManagedWorker:
     pool: Role
     """Pool in which it was started: it runs on a node for that pool, independent of its current role."""
     role: Role
+    settings: str = ""
+    """Settings with which it was started (`Config.worker_settings`)."""
     phase: WorkerPhase = WorkerPhase.DOWN
     is_placed: bool = False
     """STARTING or later: a node runs it."""

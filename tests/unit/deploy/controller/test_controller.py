@@ -137,7 +137,13 @@ class Clock:
 
 class Bench:
     def __init__(
-        self, folder: Path, config: Config, desired: dict[Role, int], is_first: bool, lease_s: float = LEASE_S
+        self,
+        folder: Path,
+        config: Config,
+        desired: dict[Role, int],
+        is_first: bool,
+        lease_s: float = LEASE_S,
+        state: ControllerState | None = None,
     ) -> None:
         self.store = MemoryStore()
         self.leases = Leases(self.store, lease_s)
@@ -147,7 +153,7 @@ class Bench:
         self.draining: set[str] = set()
         """Workers that say so in their leases."""
         me = ControllerInfo(pid=1, address="127.0.0.1:1")
-        state, path = ControllerState(desired=desired, cluster="baton-x"), folder / "state.json"
+        state, path = state or ControllerState(desired=desired, cluster="baton-x"), folder / "state.json"
         self.controller = Controller(
             config,
             me=me,
@@ -180,10 +186,16 @@ async def bench(
 ) -> AsyncGenerator[Bench]:
     """A controller that runs while the block is entered."""
     bench = Bench(folder, config, {Role.PREFILL: 0, Role.DECODE: decode}, is_first)
+    async with running(bench):
+        yield bench
+
+
+@contextlib.asynccontextmanager
+async def running(bench: Bench) -> AsyncGenerator[None]:
     await bench.controller.adopt()
     tasks = [asyncio.create_task(bench.controller.run()), asyncio.create_task(bench.renew())]
     try:
-        yield bench
+        yield
     finally:
         await bench.orders.close()
         await cancel_and_wait(tasks)
@@ -358,6 +370,35 @@ async def test_between_pools_of_different_engines_no_worker_changes_its_role(tmp
             await it.orders.set_role("worker-0", "prefill")
         assert (await it.orders.set_role("worker-0", "decode")).info.role is Role.DECODE, "it has the role"
         assert it.controller.state.role_change is None
+
+
+async def test_after_a_change_of_one_pool_s_settings_its_workers_alone_start_again(tmp_path: Path) -> None:
+    """A few at a time, by a controller that starts with the new settings."""
+    sizes, cluster = {Role.PREFILL: 1, Role.DECODE: 3}, ClusterConfig(max_unavailable="1")
+    config = replace(CONFIG, cluster=cluster)
+    before = Bench(tmp_path, config, sizes, is_first=False)
+    async with running(before):
+        await until(lambda: num_ready(before) == 3 and before.controller.pool(Role.PREFILL).ready == 1)
+    state = load(tmp_path / "state.json")
+    assert state is not None
+    for settings, replaced in (
+        (config, set()),
+        (replace(config, pools=PoolsConfig(decode=PoolConfig(engine={"max_num_seqs": 8}))), {1, 2, 3}),
+    ):
+        it = Bench(tmp_path, settings, sizes, is_first=False, state=state)
+        it.actors = it.controller._actors = it.controller._lives._actors = before.actors
+        it.actors.num_created, fewest = 0, 3
+        async with running(it):
+            await until(lambda it=it: num_ready(it) == 3)  # type: ignore[misc]
+            while it.actors.num_created < len(replaced):
+                fewest = min(fewest, sum(each.phase is WorkerPhase.READY for each in it.controller.observed().values()))
+                await asyncio.sleep(0.01)
+            await until(lambda it=it: num_ready(it) == 3 and len(it.controller.ids) == 4)  # type: ignore[misc]
+            await asyncio.sleep(3 * LEASE_S)
+            assert it.actors.num_created == len(replaced)
+            assert fewest >= 3, "one of four at a time"
+            assert "worker-0" in it.controller.ids, "the prefill worker"
+            assert it.controller.state.retiring == frozenset()
 
 
 async def test_who_has_changed_its_role_is_replaced_when_the_pools_get_different_engines(tmp_path: Path) -> None:
@@ -835,6 +876,7 @@ def test_pools_and_roles_of_workers_are_kept(tmp_path: Path) -> None:
         desired={Role.PREFILL: 1, Role.DECODE: 1},
         roles={"worker-0": Role.DECODE},
         pools={"worker-0": Role.PREFILL},
+        settings={"worker-0": "[]"},
     )
     save(tmp_path / "state.json", state)
     assert load(tmp_path / "state.json") == state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -52,7 +53,7 @@ def printed(table: Table) -> tuple[str, str]:
 
 def test_a_pool_s_own_settings_are_shown_beside_its_size() -> None:
     own = ["kv_dtype=bfloat16", "tensor_parallel=2"]
-    pools = {
+    pools: dict[str, dict[str, Any]] = {
         "decode": {"ready": 1, "desired": 2, "engine": own},
         "prefill": {"ready": 1, "desired": 1, "engine": []},
         "old": {"ready": 0, "desired": 1},
