@@ -77,9 +77,7 @@ class Config:
         """Raise ConfigError if the settings of this pool's workers do not go together."""
         engine = self.engine_of(pool)
         ranks, gpus = engine.tensor_parallel, self.gpus_per_worker(pool)
-        ranks_name, gpus_name = self.name_of(pool, "tensor_parallel"), "cluster.gpus_per_worker"
-        if self.pools.of(pool).gpus_per_worker:
-            gpus_name = f"pools.{pool}.gpus_per_worker"
+        ranks_name, gpus_name = self.name_of(pool, "tensor_parallel"), self.name_of_gpus(pool)
         if ranks > 1 and gpus and gpus != ranks:
             raise ConfigError(
                 f"{gpus_name} is {gpus:g} and {ranks_name} {ranks}: each rank has one GPU; set {gpus_name} to 0"
@@ -95,6 +93,10 @@ class Config:
     def name_of(self, pool: Role, setting: str) -> str:
         """Return the name of the setting that holds this value of the pool's engine."""
         return f"pools.{pool}.engine.{setting}" if setting in self.pools.of(pool).engine else f"engine.{setting}"
+
+    def name_of_gpus(self, pool: Role) -> str:
+        """Return the name of the setting that holds the GPUs per worker of this pool."""
+        return f"pools.{pool}.gpus_per_worker" if self.pools.of(pool).gpus_per_worker else "cluster.gpus_per_worker"
 
     def engine_of(self, pool: Role) -> EngineConfig:
         """Return the engine of the workers that start in this pool."""

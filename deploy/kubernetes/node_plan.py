@@ -65,7 +65,7 @@ class PodRollout:
     outdated: frozenset[str] = frozenset()
     """Pods of an older version, which will be removed."""
     room: Mapping[Role, int] = field(default_factory=dict)
-    """For each pool with such pods, the number of workers for which pods of the current version have room."""
+    """Number of workers for which pods of the current version have room, for each pool with outdated pods."""
 
 
 @dataclass(frozen=True, slots=True)

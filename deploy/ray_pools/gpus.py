@@ -40,9 +40,9 @@ def gpus_per_worker(config: Config, nodes: Sequence[NodeGpus], desired: Mapping[
             to change.
     """
     asked = {pool: config.gpus_per_worker(pool) for pool in Role}
-    for share in asked.values():
+    for pool, share in asked.items():
         if share > 1 and share != int(share):
-            raise ConfigError(f"gpus_per_worker is {share:g}: above 1 it must be a whole number")
+            raise ConfigError(f"{config.name_of_gpus(pool)} is {share:g}: above 1 it must be a whole number")
     if not any(node.num_gpus and node.num_workers for node in nodes):
         return dict.fromkeys(Role, 0.0)
     if all(asked.values()):

@@ -391,6 +391,7 @@ async def test_after_a_change_of_one_pool_s_settings_its_workers_alone_start_aga
         async with running(it):
             await until(lambda it=it: num_ready(it) == 3)  # type: ignore[misc]
             while it.actors.num_created < len(replaced):
+                assert len(it.controller.state.retiring) <= 1
                 fewest = min(fewest, sum(each.phase is WorkerPhase.READY for each in it.controller.observed().values()))
                 await asyncio.sleep(0.01)
             await until(lambda it=it: num_ready(it) == 3 and len(it.controller.ids) == 4)  # type: ignore[misc]
