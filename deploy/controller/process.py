@@ -41,7 +41,7 @@ from deploy.processes import UNJOINED, tell_parent
 from deploy.ray_pools import actors as ray_actors
 from deploy.ray_pools.actor import RESOURCE
 from deploy.ray_pools.actors import RayActors
-from deploy.ray_pools.gpus import gpus_per_worker
+from deploy.ray_pools.gpus import gpus_per_worker, kept_gpus
 from deploy.scaling.autoscaler import Autoscaler
 from kvstore.index import Mirror, MirrorFollower, RedisConnection, RedisIndex
 from kvstore.leases import RedisLeases
@@ -229,7 +229,7 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
     """
     found = load(arguments.state_file)
     if found is not None and found.cluster == arguments.cluster:
-        return dataclasses.replace(found, gpus_per_worker=_still_right(config, found.gpus_per_worker))
+        return dataclasses.replace(found, gpus_per_worker=kept_gpus(config, found.gpus_per_worker))
     if found is not None and found.cluster and (ended := await ray_actors.end_all(found.cluster)):
         logger.warning("ended %s, left in Ray by a previous cluster", ", ".join(ended))
     if kubernetes:  # its nodes may still join
@@ -241,17 +241,6 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
     desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}  # as `up` found them
     shares = await _gpus_per_worker(config, desired, wait_s)
     return ControllerState(desired=desired, cluster=arguments.cluster, gpus_per_worker=shares)
-
-
-def _still_right(config: Config, shares: Mapping[Role, float]) -> dict[Role, float]:
-    """Return the GPUs per worker of a cluster that runs already; only the pools' settings may have changed them."""
-    ranks = {pool: config.engine_of(pool).tensor_parallel for pool in Role}
-    return {
-        pool: config.gpus_per_worker(pool) or (float(ranks[pool]) if ranks[pool] > 1 else min(share, 1.0))
-        if share
-        else share
-        for pool, share in shares.items()
-    }
 
 
 async def _gpus_per_worker(config: Config, desired: Mapping[Role, int], wait_s: float) -> dict[Role, float]:

@@ -59,6 +59,21 @@ def gpus_per_worker(config: Config, nodes: Sequence[NodeGpus], desired: Mapping[
     raise ConfigError(_problem(config, num_placed(nodes, desired, shares), num_workers))
 
 
+def kept_gpus(config: Config, shares: Mapping[Role, float]) -> dict[Role, float]:
+    """Return the GPUs per worker of a cluster that runs already, after a start of its controller.
+
+    Replacements get the GPUs of the workers that left, unless the pool's settings have changed since then.
+
+    Args:
+        shares: GPUs per worker so far; 0: the nodes had none.
+    """
+    if config.kubernetes.namespace:  # the pods are replaced with the settings
+        return {pool: config.gpus_per_worker(pool) for pool in Role}
+    ranks = {pool: config.engine_of(pool).tensor_parallel for pool in Role}
+    by_ranks = {pool: float(ranks[pool]) if ranks[pool] > 1 else min(shares[pool], 1.0) for pool in Role}
+    return {pool: shares[pool] and (config.gpus_per_worker(pool) or by_ranks[pool]) for pool in Role}
+
+
 def num_placed(nodes: Sequence[NodeGpus], desired: Mapping[Role, int], shares: Mapping[Role, float]) -> int:
     """Return how many of the desired workers fit on the nodes, if each requests its pool's share of GPUs.
 

@@ -407,6 +407,11 @@ async def test_after_a_change_of_one_pool_s_settings_its_workers_alone_start_aga
             assert it.controller.state.retiring == frozenset()
 
 
+async def test_the_serving_pools_say_in_what_their_engines_differ(tmp_path: Path) -> None:
+    async with bench(tmp_path, OF_TWO_ENGINES) as it:
+        assert it.controller.reports()[Role.DECODE].engine == ("max_num_seqs=8", "tensor_parallel=2")
+
+
 async def test_who_has_changed_its_role_is_replaced_when_the_pools_get_different_engines(tmp_path: Path) -> None:
     """Its engine is the other pool's."""
     it = Bench(tmp_path, OF_TWO_ENGINES, {Role.PREFILL: 0, Role.DECODE: 2}, is_first=False, lease_s=60.0)

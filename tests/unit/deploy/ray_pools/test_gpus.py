@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 
 from baton.cluster import Role
-from baton.config import ClusterConfig, Config, EngineConfig, PoolConfig, PoolsConfig
+from baton.config import ClusterConfig, Config, EngineConfig, KubernetesConfig, PoolConfig, PoolsConfig
 from baton.errors import ConfigError
 from deploy.ray_pools.actors import node_gpus
-from deploy.ray_pools.gpus import UNITS, NodeGpus, gpus_per_worker, memory_share, num_placed
+from deploy.ray_pools.gpus import UNITS, NodeGpus, gpus_per_worker, kept_gpus, memory_share, num_placed
 
 P, D = Role.PREFILL, Role.DECODE
 MUCH = 256
@@ -118,6 +119,27 @@ def test_pools_that_need_different_gpus_are_refused_with_what_each_needs() -> No
     )
     with pytest.raises(ConfigError, match=sentence):
         gpus_per_worker(of_pools({}, TWO_RANKS), [node(2)], {P: 1, D: 1})
+
+
+@pytest.mark.parametrize(
+    ("config", "before", "after"),
+    [
+        (of_pools({}, {}), (0.25, 0.25), (0.25, 0.25)),
+        (of_pools({}, TWO_RANKS), (0.25, 0.25), (0.25, 2.0)),
+        (of_pools({}, {}), (1.0, 2.0), (1.0, 1.0)),  # it had two ranks
+        (of_pools({"gpus_per_worker": 0.5}, TWO_RANKS), (0.25, 2.0), (0.5, 2.0)),
+        (of_pools({"gpus_per_worker": 0.5}, TWO_RANKS), (0.0, 0.0), (0.0, 0.0)),  # the nodes have none
+    ],
+)
+def test_replacements_get_the_gpus_of_those_that_left_unless_their_settings_have_changed(
+    config: Config, before: tuple[float, float], after: tuple[float, float]
+) -> None:
+    assert kept_gpus(config, dict(zip((P, D), before, strict=True))) == dict(zip((P, D), after, strict=True))
+
+
+def test_on_kubernetes_the_chart_says_how_many_gpus_a_worker_has() -> None:
+    config = replace(of_pools({"gpus_per_worker": 0.5}, {}), kubernetes=KubernetesConfig(namespace="serving"))
+    assert kept_gpus(config, {P: 0.0, D: 2.0}) == {P: 0.5, D: 0.0}
 
 
 @pytest.mark.parametrize(
