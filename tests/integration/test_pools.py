@@ -107,7 +107,7 @@ def is_same(tokens: list[int], reference: Reference) -> bool:
 def test_a_flip_between_them_is_refused_by_name(served: Served) -> None:
     cluster = served.cluster
     worker = worker_of(cluster, "prefill")["id"]
-    command = [sys.executable, "-P", "-m", "deploy.cli", "role", worker, "decode", "--force", "--address", cluster.grpc]
+    command = [sys.executable, "-P", "-m", "deploy.cli", "role", worker, "decode", "--address", cluster.grpc]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode != 0
     assert (
