@@ -69,12 +69,22 @@ def encode(value: WorkerInfo | WorkerLoad | RouterInfo | ControllerInfo) -> str:
 
 def decode_worker(info: bytes, load: bytes) -> Worker:
     """Decode a worker; raises ValueError."""
-    worker = Worker(_decode(WorkerInfo, info), _decode(WorkerLoad, load))
-    if worker.info.block_size % HASH_BLOCK:
-        raise ValueError(f"block_size {worker.info.block_size} is no multiple of {HASH_BLOCK}")
-    if not is_address(worker.info.address):
-        raise ValueError(f"{worker.info.address!r:.100} is no HOST:PORT")
-    return worker
+    return Worker(decode_info(info), decode_load(load))
+
+
+def decode_info(found: bytes) -> WorkerInfo:
+    """Decode a worker's description; raises ValueError."""
+    info = _decode(WorkerInfo, found)
+    if info.block_size % HASH_BLOCK:
+        raise ValueError(f"block_size {info.block_size} is no multiple of {HASH_BLOCK}")
+    if not is_address(info.address):
+        raise ValueError(f"{info.address!r:.100} is no HOST:PORT")
+    return info
+
+
+def decode_load(found: bytes) -> WorkerLoad:
+    """Decode a worker's load; raises ValueError."""
+    return _decode(WorkerLoad, found)
 
 
 def decode_router(info: bytes) -> RouterInfo:

@@ -6,12 +6,15 @@ import json
 import logging
 import math
 import time
+from dataclasses import astuple
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from redis.exceptions import NoPermissionError
 
+from baton.cluster import Worker
 from baton.errors import Fenced, StoreUnavailable
+from baton.tasks import paced
 from baton.trust import Principal
 from baton.trust.keys import SIGNATURE_BYTES
 from baton.trust.proofs import MAX_SKEW_S
@@ -21,13 +24,22 @@ from kvstore.index.keys import Keys
 from kvstore.index.names import IdSet
 from kvstore.index.signed import EPOCH_PROOF_BYTES, proved_epoch, signed_epoch
 from kvstore.index.values import MAX_EPOCH, MAX_NAME_BYTES, MAX_NUMBER_BYTES, natural, text
-from kvstore.leases.codec import MAX_BYTES, decode_controller, decode_router, decode_sizes, decode_worker, encode
+from kvstore.leases.chain import RENEWAL_BYTES
+from kvstore.leases.codec import (
+    MAX_BYTES,
+    decode_controller,
+    decode_info,
+    decode_load,
+    decode_router,
+    decode_sizes,
+    encode,
+)
 from kvstore.leases.signed import HEAD_BYTES, SignedRegistry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
-    from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
+    from baton.cluster import ControllerInfo, RouterInfo, WorkerInfo, WorkerLoad
     from baton.trust import KeyFile
 
 logger = logging.getLogger(__name__)
@@ -36,14 +48,19 @@ ACQUIRE = Script("kvstore.leases", "acquire.lua")
 RENEW = Script("kvstore.leases", "renew.lua")
 RELEASE = Script("kvstore.leases", "release.lua")
 DISOWN = Script("kvstore.leases", "disown.lua")
+CHANGED = Script("kvstore.leases", "changed.lua")
 LEASE_FIELDS = {
     "epoch": MAX_NUMBER_BYTES,
+    "stamp": MAX_NUMBER_BYTES,
+    "renewal": RENEWAL_BYTES,
     "info": MAX_BYTES,
     "load": MAX_BYTES,
-    "stamp": MAX_NUMBER_BYTES,
     "signature": SIGNATURE_BYTES,
 }
 """Fields of a lease, with the maximum size of each in bytes."""
+LEASES_AT_ONCE = max(1, reads.ANSWER_BYTES // sum(LEASE_FIELDS.values()))
+SLICE_S = 0.002
+"""Time for which leases are decoded and verified before other tasks run."""
 ANNOUNCEMENT_BYTES = HEAD_BYTES + MAX_BYTES
 SIZES_BOUNDS = reads.HashBounds(
     num_fields=64, name_bytes=MAX_NAME_BYTES, value_bytes=MAX_NUMBER_BYTES, num_bytes=64 * MAX_NUMBER_BYTES
@@ -55,6 +72,14 @@ MAX_WORKERS = 1_000_000
 """Largest desired pool size that is accepted when read."""
 SIGNED_SIZES = "signed"
 """Field of the desired sizes that contains all of them, signed."""
+
+
+class _Decoded(NamedTuple):
+    """A lease's description and load as found, and decoded."""
+
+    info: bytes | None
+    load: bytes | None
+    worker: Worker
 
 
 class RedisLeases:
@@ -86,6 +111,8 @@ class RedisLeases:
         self._signed = None if keys is None else SignedRegistry(keys, lease_s, clock, monotonic_s)
         self._sizes: dict[str, int] = {}
         """Desired sizes that this process has set."""
+        self._decoded: dict[str, _Decoded] = {}
+        """Leases as they were decoded last, by worker."""
         self._workers = IdSet(connection, self._keys.workers, self._keys.lease)
         self._routers = IdSet(connection, self._keys.routers, self._keys.router)
 
@@ -113,13 +140,13 @@ class RedisLeases:
         if not await self._set_stamps(may_fall=False):
             return False
         texts = encode(info), encode(load)
-        stamp: tuple[int | str, bytes] = ("", b"")
+        proof: tuple[int | str, bytes, bytes] = ("", b"", b"")
         if self._signed is not None:
-            stamp = self._signed.lease(keys.lease(info.id), info.epoch, *texts)
+            proof = astuple(self._signed.renewed(keys.lease(info.id), info.epoch, *texts))
         (found,) = await self._connection.run(
             RENEW,
             [keys.epoch(info.id), keys.lease(info.id), keys.workers, keys.boot, *self._owned(info.id, info.epoch)],
-            *(info.id, info.epoch, *texts, self._lease_ms, self._blocks_ttl_ms, EPOCH_TTL_MS, *stamp),
+            *(info.id, info.epoch, *texts, self._lease_ms, self._blocks_ttl_ms, EPOCH_TTL_MS, *proof),
         )
         holder = int(found)
         if holder > info.epoch:
@@ -136,29 +163,41 @@ class RedisLeases:
         return [worker for worker in (await self.list_leases()).values() if worker]
 
     async def list_leases(self) -> dict[str, Worker | None]:
-        keys, connection = self._keys, self._connection
-        ids = await self._workers.look()
         workers: dict[str, Worker | None] = {}
-        found = reads.hashes(connection, [keys.lease(each) for each in ids], LEASE_FIELDS)
-        async for worker_id, lease in _named(ids, found):
+        async for worker_id, lease in self._found(await self._workers.look()):
             match lease:
-                case None | [_, None, None, *_]:
+                case None | [_, _, _, None, None, _]:
                     pass  # the lease is just ending, or was acquired and not described yet
                 case _ if self._signed is None:
-                    key = keys.lease(worker_id)
-                    workers[worker_id] = next(iter(self._read(key, partial(_leased, worker_id), lease)), None)
+                    key = self._keys.lease(worker_id)
+                    workers[worker_id] = next(iter(self._read(key, partial(self._leased, worker_id), lease)), None)
                 case _:
                     for worker in self._read_signed(self._signed, worker_id, lease):
                         workers[worker_id] = worker
+        if self._signed is not None:
+            self._signed.forget_all_but({self._keys.lease(each) for each in workers})
         for worker_id, holder in (self._signed.borrowed(workers) if self._signed is not None else {}).items():
-            connection.note(keys.lease(worker_id), f"it names the address of {holder}, which lives")
+            self._connection.note(self._keys.lease(worker_id), f"it names the address of {holder}, which lives")
             workers[worker_id] = None
         self._workers.keep(worker_id for worker_id, worker in workers.items() if worker is not None)
-        epochs = reads.strings(connection, [keys.epoch(each) for each in ids], MAX_NUMBER_BYTES)
-        async for worker_id, epoch in _named(ids, epochs):
-            if epoch is not None:
-                self._read(keys.epoch(worker_id), _epoch, epoch)  # only the owner reads the epoch, and raises Fenced
+        self._decoded = {each: self._decoded[each] for each in workers.keys() & self._decoded.keys()}
         return workers
+
+    async def _found(self, ids: Sequence[str]) -> AsyncIterator[tuple[str, Any]]:
+        """Yield each id with the fields of its lease as `LEASE_FIELDS` lists them.
+
+        Of a lease whose signed values were read before, the renewal alone is yielded. None stands for no lease, and a
+        BadValue for one that is too large. Other tasks run between two slices.
+        """
+        bounds = [len(LEASE_FIELDS), *(part for field in LEASE_FIELDS.items() for part in field)]
+        for start in range(0, len(ids), LEASES_AT_ONCE):
+            some = ids[start : start + LEASES_AT_ONCE]
+            leases = [self._keys.lease(each) for each in some]
+            known = [self._signed.version(key) if self._signed is not None else "" for key in leases]
+            epochs = [self._keys.epoch(each) for each in some]
+            (answers,) = await self._connection.ask(CHANGED, [*leases, *epochs], *bounds, *known)
+            async for worker_id, found in paced(zip(some, answers, strict=True), SLICE_S):
+                yield worker_id, BadValue(found.decode()) if isinstance(found, bytes) else found
 
     async def announce_router(self, info: RouterInfo) -> None:
         await self._set_stamps(may_fall=True)
@@ -245,8 +284,25 @@ class RedisLeases:
         if sight is None or not signed.is_alive(sight):
             return []
         if seen and sight.is_new:
-            sight.value = next(iter(self._read(key, partial(_leased, worker_id), lease)), None)
+            sight.value = next(iter(self._read(key, partial(self._leased, worker_id), lease)), None)
         return [sight.value]
+
+    def _leased(self, worker_id: str, lease: Sequence[bytes | None]) -> Worker:
+        """Decode a lease, except for the parts that have not changed; raises ValueError if it is another worker's."""
+        found_epoch, _, _, info, load, _ = lease
+        last = self._decoded.get(worker_id)
+        is_same = last is not None and last.info == info, last is not None and last.load == load
+        if last is not None and all(is_same):
+            worker = last.worker
+        else:
+            worker = Worker(
+                last.worker.info if last is not None and is_same[0] else decode_info(info or b""),
+                last.worker.load if last is not None and is_same[1] else decode_load(load or b""),
+            )
+        if (worker.info.id, worker.info.epoch) != (worker_id, natural(found_epoch, MAX_EPOCH)):
+            raise ValueError(f"the entry names worker {worker.info.id!r}, epoch {worker.info.epoch}")
+        self._decoded[worker_id] = _Decoded(info, load, worker)
+        return worker
 
     def _read_announced(self, key: str, author: Principal, decode: Callable[[bytes], T], found: Any) -> list[T]:
         """Return the decoded value as a list of one; an empty list if it is not authentic or cannot be read."""
@@ -338,20 +394,6 @@ async def _named(ids: Iterable[str], found: AsyncIterator[T]) -> AsyncIterator[t
     names = iter(ids)
     async for each in found:
         yield next(names), each
-
-
-def _epoch(found: bytes) -> int:
-    """Decode an epoch; raises ValueError."""
-    return natural(found, MAX_EPOCH)
-
-
-def _leased(worker_id: str, lease: Sequence[bytes | None]) -> Worker:
-    """Decode a lease; raises ValueError if it belongs to another worker."""
-    epoch, info, load, *_ = lease
-    worker = decode_worker(info or b"", load or b"")
-    if (worker.info.id, worker.info.epoch) != (worker_id, natural(epoch, MAX_EPOCH)):
-        raise ValueError(f"the entry names worker {worker.info.id!r}, epoch {worker.info.epoch}")
-    return worker
 
 
 def _announced(router_id: str, found: bytes) -> RouterInfo:

@@ -143,8 +143,8 @@ async def test_a_lease_that_no_worker_of_the_cluster_has_signed_is_not_there(sce
     for how, member, keys in (("a router's", Principal.ROUTER, None), ("a stranger's", Principal.WORKER, strangers)):
         author = SignedRegistry((keys or scene.member_keys)[member], LEASE_S, scene.clock)
         texts = lease["info"].decode(), lease["load"].decode()
-        stamp, signature = author.lease(scene.keys.lease("w"), int(lease["epoch"]), *texts)
-        cases[how] = lease | {"stamp": stamp, "signature": signature}
+        proof = author.lease(scene.keys.lease("w"), int(lease["epoch"]), *texts)
+        cases[how] = lease | dataclasses.asdict(proof)
     for how, case in cases.items():
         await scene.put(case)
         assert await scene.listed(scene.new_reader()) == [], how
@@ -168,12 +168,12 @@ async def test_fields_of_a_later_release_are_covered_by_the_signature(scene: Sce
     lease, signed = await scene.lease(), scene.worker._signed
     assert signed
     later = json.dumps(json.loads(lease["info"]) | {"invented_later": [1]})
-    stamp, signature = signed.lease(scene.keys.lease("w"), info.epoch, later, lease["load"].decode())
-    await scene.put(lease | {"info": later, "stamp": stamp, "signature": signature})
+    proof = signed.lease(scene.keys.lease("w"), info.epoch, later, lease["load"].decode())
+    await scene.put(lease | {"info": later} | dataclasses.asdict(proof))
     assert await scene.listed() == [info]
     unknown = later.replace('"decode"', '"encode"')
-    stamp, signature = signed.lease(scene.keys.lease("w"), info.epoch, unknown, lease["load"].decode())
-    await scene.put(lease | {"info": unknown, "stamp": stamp, "signature": signature})
+    proof = signed.lease(scene.keys.lease("w"), info.epoch, unknown, lease["load"].decode())
+    await scene.put(lease | {"info": unknown} | dataclasses.asdict(proof))
     assert await scene.reader.list_leases() == {"w": None}, "a worker that lives, and of which no more is known"
 
 
