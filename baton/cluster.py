@@ -18,7 +18,7 @@ try:
 except PackageNotFoundError:  # only the sources are there, as on a bare GPU machine
     VERSION = ""
 """Baton's version in this process."""
-MAX_WORKERS = 256
+MAX_WORKERS = 1024
 """Maximum number of workers of a cluster, in both pools together."""
 MAX_LISTED_ADAPTERS = 256
 """Maximum number of adapters in memory that a worker's lease lists, so that a lease stays short."""

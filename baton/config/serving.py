@@ -51,8 +51,9 @@ class IndexConfig:
     starts, so the path must be the same on every machine."""
     lease_s: Float = 10.0
     """Duration of a lease. A process that has not renewed its lease for this long is considered dead."""
-    renew_s: Float = 1.0
-    """Interval at which leases are renewed."""
+    renew_s: Float = 3.0
+    """Interval at which leases are renewed. A lease whose load or state has changed is renewed within a second. If it
+    is more than a third of `lease_s`, a short interruption of Redis ends leases."""
     blocks_ttl_s: Float = 60.0
     """Time after which the block set of a dead worker is deleted."""
     stream_max_events: Int = 100_000

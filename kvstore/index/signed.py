@@ -3,7 +3,8 @@
 A reader remembers the latest accepted value of each key. A value counts if the right member has signed its bytes, its
 rank is above the remembered one, and its stamp is near the present or has advanced since the first stamp by the elapsed
 time. It counts as long as the next one follows within a lease. So an altered, copied or replayed value has no effect.
-Bytes that have not changed are not verified again, and a lease is renewed without a signature (`kvstore/leases/chain.py`).
+Bytes that have not changed are not verified again, and a lease is renewed without a new signature
+(`kvstore/leases/chain.py`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from baton.blocks import KEY_BYTES
 from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo
 from baton.errors import Fenced, StoreUnavailable
 from baton.sampling import FinishReason
-from baton.trust import KeyFile, KeyRing, Principal
+from baton.trust import KeyFile, KeyRing, Principal, draw_secret, key_file, write_private
 from baton.trust.keys import SIGNATURE_BYTES
 from baton.trust.proofs import MAX_SKEW_S
 from kvstore.index import (
@@ -36,6 +36,7 @@ from kvstore.index.keys import Keys
 from kvstore.index.signed import REMEMBERED_S, SightBook, Stamps
 from kvstore.index.values import MAX_EPOCH
 from kvstore.leases import RecordEntry, RecordKey, RecordPart, RedisLeases, RedisRecords
+from kvstore.leases.chain import NUM_SLOTS, SLOT_MS
 from kvstore.leases.codec import encode
 from kvstore.leases.redis import LEASE_FIELDS
 from kvstore.leases.signed import SignedRegistry
@@ -266,6 +267,139 @@ async def test_unchanged_values_are_not_verified_again(scene: Scene, monkeypatch
     for _ in range(5):
         assert len(await scene.listed()) == 3
     assert times == 3
+
+
+# Renewals by links of a chain.
+
+
+async def test_a_lease_that_is_renewed_is_verified_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = await scene.join()
+    verified, verify = [], KeyRing.verify
+
+    def counted(self: KeyRing, *args: Any) -> bool:
+        verified.append(args)
+        return verify(self, *args)
+
+    monkeypatch.setattr(KeyRing, "verify", counted)
+    first = (await scene.reader.list_leases())["w"]
+    signature = (await scene.lease())["signature"]
+    for _ in range(20):
+        scene.pass_time(3)
+        assert await scene.worker.renew(info, builders.READY)
+        assert (await scene.reader.list_leases())["w"] is first, "what has not changed is kept"
+    assert len(verified) == 1
+    assert (await scene.lease())["signature"] == signature
+    assert await scene.listed(scene.new_reader()) == [info], "the link leads a reader that starts now to the anchor"
+    for _ in range(2):
+        scene.pass_time(3)
+        assert await scene.worker.renew(info, builders.READY)
+        assert await scene.listed() == [info]
+    assert (await scene.lease())["signature"] != signature, "the chain has ended"
+    assert len(verified) == 3
+
+
+async def test_a_renewal_signs_what_has_changed(scene: Scene) -> None:
+    info = await scene.join()
+    busy = dataclasses.replace(builders.READY, running=3)
+    for load, node in ((busy, "node"), (builders.READY, "node"), (builders.READY, "other")):
+        scene.pass_time(3)
+        info = dataclasses.replace(info, node=node)
+        assert await scene.worker.renew(info, load)
+        assert await scene.reader.list_workers() == [Worker(info, load)]
+
+
+async def test_a_renewal_that_is_stolen_replayed_or_made_up_renews_nothing(scene: Scene) -> None:
+    infos = {each: await scene.join(each) for each in ("v", "w")}
+    links = []
+    for _ in range(2):
+        scene.pass_time(3)
+        assert await scene.worker.renew(infos["w"], builders.READY)
+        links.append((await scene.lease())["renewal"])
+    known = scene.new_reader()
+    assert len(await scene.listed(known)) == 2
+    lease = await scene.lease()
+    slot = int.from_bytes(links[-1][:4], "little")
+    cases = {
+        "an earlier one": links[0],
+        "the same once more": links[1],
+        "of a later slot": (slot + 1).to_bytes(4, "little") + links[1][4:],
+        "of the last slot": (NUM_SLOTS - 1).to_bytes(4, "little") + links[1][4:],
+        "beyond the chain": NUM_SLOTS.to_bytes(4, "little") + links[1][4:],
+        "made up": (slot + 1).to_bytes(4, "little") + bytes(32),
+        "too short": links[1][:-1],
+        "empty": b"",
+    }
+    await scene.put(lease | {"renewal": cases["made up"]}, "w")
+    assert await scene.listed(scene.new_reader()) == [infos["v"]], "nobody has signed its anchor"
+    scene.pass_time(LEASE_S - 1)
+    assert await scene.worker.renew(infos["v"], builders.READY)
+    await scene.listed(known)
+    cases["another worker's"] = (await scene.lease("v"))["renewal"]
+    for renewal in cases.values():
+        await scene.put(lease | {"renewal": renewal})
+        assert await scene.listed(known) == [infos["v"], infos["w"]], "as it was read last"
+    assert "signed" in scene.noted("lease")
+    scene.pass_time(2)
+    for how, renewal in cases.items():
+        await scene.put(lease | {"renewal": renewal})
+        assert await scene.listed(known) == [infos["v"]], how
+    assert await scene.worker.renew(infos["w"], builders.READY)
+    assert await scene.listed(known) == [infos["v"], infos["w"]]
+
+
+async def test_a_link_brings_back_no_earlier_load(scene: Scene) -> None:
+    info = await scene.join()
+    idle = await scene.lease()
+    scene.pass_time(3)
+    assert await scene.worker.renew(info, builders.READY)
+    renewed = await scene.lease()
+    scene.pass_time(3)
+    busy = dataclasses.replace(builders.READY, queued_tokens=9)
+    assert await scene.worker.renew(info, busy)
+    assert await scene.reader.list_workers() == [Worker(info, busy)]
+    scene.pass_time(3)
+    assert await scene.worker.renew(info, busy)
+    latest = await scene.lease()
+    for forged in (idle, renewed, renewed | {"renewal": latest["renewal"]}, latest | {"load": idle["load"]}):
+        await scene.put(forged)
+        assert await scene.reader.list_workers() == [Worker(info, busy)]
+    for forged in (idle | {"renewal": latest["renewal"]}, latest | {"load": idle["load"]}):
+        await scene.put(forged)
+        assert await scene.listed(scene.new_reader()) == []
+
+
+async def test_a_renewal_counts_by_its_own_time(scene: Scene) -> None:
+    info = await scene.join()
+    scene.pass_time(SLOT_MS * (NUM_SLOTS - 1) / 1e3)
+    assert await scene.worker.renew(info, builders.READY)
+    assert int((await scene.lease())["stamp"]) / 1e3 < scene.clock.now - MAX_SKEW_S, "signed long ago"
+    assert await scene.listed(scene.new_reader()) == [info]
+    scene.pass_time(MAX_SKEW_S + 1)
+    assert await scene.listed(scene.new_reader()) == []
+    assert "clocks" in scene.noted("lease")
+
+
+async def test_a_lease_of_a_removed_secret_is_renewed_no_more(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever knew the old secret could have signed it, with a chain of their own."""
+    monkeypatch.setattr(key_file, "CHECK_S", 0.0)
+    monkeypatch.setattr(key_file, "KEPT_S", 0.0)
+    info = await scene.join()
+    assert await scene.listed() == [info]
+    write_private(tmp_path / "old", (tmp_path / "secret").read_text())
+    stays = scene.leases(Principal.WORKER, {Principal.WORKER: KeyFile(tmp_path / "old", Principal.WORKER)})
+    assert await stays.renew(info, builders.READY)
+    assert await scene.listed() == [info]
+    write_private(tmp_path / "secret", draw_secret())
+    scene.pass_time(LEASE_S - 1)
+    assert await stays.renew(info, builders.READY)
+    assert await scene.listed() == [info], "for as long as the last one counts"
+    scene.pass_time(2)
+    assert await stays.renew(info, builders.READY)
+    assert await scene.listed() == []
+    assert await scene.worker.renew(info, builders.READY)
+    assert await scene.listed() == [info], "the worker has signed it anew"
 
 
 async def test_two_workers_do_not_have_one_address(scene: Scene) -> None:

@@ -410,6 +410,31 @@ async def test_the_keeper_renews_at_once_when_asked(backend: Backend) -> None:
     assert await backend.leases.list_workers() == []
 
 
+async def test_the_keeper_renews_soon_what_has_changed_and_seldom_what_has_not(backend: Backend) -> None:
+    keeper = LeaseKeeper(backend.leases, "w", renew_s=0.6, report_s=0.02)
+    info, loads = worker_info("w", await keeper.acquire()), [LOAD]
+    renewed = list[WorkerLoad]()
+    renew = backend.leases.renew
+
+    async def noted(info: WorkerInfo, load: WorkerLoad) -> bool:
+        renewed.append(load)
+        return await renew(info, load)
+
+    keeper._leases = SimpleNamespace(renew=noted, release=backend.leases.release)  # type: ignore[assignment]
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(keeper.run(lambda: (info, loads[0])))
+        await asyncio.sleep(0.3)
+        assert renewed == [LOAD], "nothing has changed"
+        loads[0] = dataclasses.replace(LOAD, running=4)
+        began_s = time.monotonic()
+        await until(lambda: len(renewed) == 2)
+        assert time.monotonic() - began_s < 0.5
+        await until(lambda: renewed[1:] == [loads[0], loads[0]])
+        assert time.monotonic() - began_s > 0.5
+        running.cancel()
+    await keeper.close()
+
+
 async def test_the_keeper_stops_when_fenced_after_a_pause(backend: Backend) -> None:
     """Regression: a worker that was paused beyond its lease must not go on beside its successor."""
     keeper = LeaseKeeper(backend.leases, "w", renew_s=0.01)
