@@ -420,7 +420,7 @@ async def test_the_keeper_renews_soon_what_has_changed_and_seldom_what_has_not(b
         renewed.append(load)
         return await renew(info, load)
 
-    keeper._leases = SimpleNamespace(renew=noted, release=backend.leases.release)  # type: ignore[assignment]
+    keeper._leases = SimpleNamespace(renew=noted, release=backend.leases.release)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(keeper.run(lambda: (info, loads[0])))
         await asyncio.sleep(0.3)
