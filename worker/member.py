@@ -140,6 +140,8 @@ class Member:
                 self.content_id,
                 blocks_ttl_s=settings.blocks_ttl_s,
                 stream_max_events=settings.stream_max_events,
+                stream_max_bytes=settings.stream_max_bytes,
+                stream_max_age_s=settings.stream_max_age_s,
                 keys=self.keys,
             )
             stack.push_async_callback(index.close)

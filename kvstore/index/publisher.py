@@ -1,6 +1,6 @@
 """Publisher of the changes of a worker's prefix cache to the index.
 
-engine step -> stored / removed / cleared -> pending (bounded) -> apply, one event at a time, numbered
+engine step -> stored / removed / cleared -> pending (50 ms, bounded) -> apply, one event at a time, numbered
                                                   |
    too many, RESYNC, or Redis unavailable: drop --+--> a snapshot, once it can be published
 
@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 MAX_EVENT_KEYS = 1024
 """Keys in one event; Redis applies an event in well under a millisecond."""
+GATHER_S = 0.05
+"""Time for which changes are gathered before they are published: an event of several steps costs Redis and each router
+little more than an event of one."""
 ListKeys = Callable[[], Collection[bytes]]
 """Returns the keys of all blocks that can be reused now."""
 
@@ -48,6 +51,7 @@ class IndexPublisher:
         snapshot: ListKeys,
         *,
         check_s: float = 3.0,
+        gather_s: float = GATHER_S,
         max_pending_keys: int = 65_536,
     ) -> None:
         self.num_snapshots = 0
@@ -57,6 +61,7 @@ class IndexPublisher:
         self._epoch = epoch
         self._snapshot = snapshot
         self._check_s = check_s
+        self._gather_s = gather_s
         self._max_pending_keys = max_pending_keys
         self._seq = 0
         self._pending: dict[bytes, Op] = {}
@@ -126,6 +131,8 @@ class IndexPublisher:
             published = await (self._publish_snapshot() if self._needs_snapshot else self._publish_changes())
             if not published:
                 return False
+            if self._is_cleared or self._pending:  # reported during the round trip
+                await asyncio.sleep(self._gather_s)
         self._work.clear()
         return True
 
@@ -134,6 +141,7 @@ class IndexPublisher:
         try:
             async with asyncio.timeout(self._check_s):
                 await self._work.wait()
+            await asyncio.sleep(self._gather_s)
         except TimeoutError:
             if await self._index.position(self._worker_id, self._epoch) != self._seq:
                 self._resync()

@@ -14,7 +14,7 @@ from baton.blocks import KEY_BYTES
 from baton.errors import Fenced, StoreUnavailable
 from baton.tasks import paced
 from kvstore.index import reads
-from kvstore.index.connection import BadValue, RedisConnection, Script
+from kvstore.index.connection import BadValue, RedisConnection, Script, is_full
 from kvstore.index.events import ORIGIN, BlockEvent, Cursor, IndexAnswer, IndexOutcome, IndexState, Op, Position, Tier
 from kvstore.index.keys import Keys
 from kvstore.index.names import IdSet
@@ -32,6 +32,9 @@ SNAPSHOT = Script("kvstore.index", "snapshot.lua")
 EVENTS = Script("kvstore.index", "events.lua")
 TIP = Script("kvstore.index", "tip.lua")
 APPLY = Script("kvstore.index", "apply.lua")
+TRIM = Script("kvstore.index", "trim.lua")
+KEPT_PERCENT = 50
+"""Part of the stream that stays when Redis is full."""
 UNSIGNED = EventProof(b"", b"")
 POLL_S = 0.05
 """Pause between two reads of events."""
@@ -58,12 +61,14 @@ class RedisIndex:
         *,
         blocks_ttl_s: float = 60.0,
         stream_max_events: int = 100_000,
+        stream_max_bytes: int = 64 * 2**20,
+        stream_max_age_s: float = 60.0,
         keys: KeyFile | None = None,
     ) -> None:
         self._connection = connection
         self._keys = Keys(namespace)
         self._blocks_ttl_ms = int(blocks_ttl_s * 1000)
-        self._stream_max_events = stream_max_events
+        self._stream_bounds = int(stream_max_age_s * 1000), stream_max_events, stream_max_bytes
         self._member = keys
         self._authors: dict[str, EventAuthor] = {}
         """Signer of each worker that publishes here, in its latest epoch."""
@@ -72,14 +77,14 @@ class RedisIndex:
 
     async def apply(self, event: BlockEvent) -> IndexAnswer:
         if self._member is None:
-            return await self._apply(event, UNSIGNED)
+            return await self._apply_with_room(event, UNSIGNED)
         worker, epoch = event.worker_id, event.epoch
         author = self._authors.get(worker)
         if author is None or author.epoch != epoch:
             author = self._authors[worker] = EventAuthor(self._member, self._keys.events, worker, epoch)
         proof, is_applied = author.sign(event), False
         try:
-            answer = await self._apply(event, proof)
+            answer = await self._apply_with_room(event, proof)
             is_applied = answer.outcome is IndexOutcome.APPLIED
         except Fenced:
             claim_key = self._keys.claim(worker)
@@ -98,6 +103,18 @@ class RedisIndex:
             return IndexAnswer(answer.outcome, author.highest)
         return answer
 
+    async def _apply_with_room(self, event: BlockEvent, proof: EventProof) -> IndexAnswer:
+        """Apply an event. If Redis is full, shorten the stream first, whose past only late readers need."""
+        try:
+            return await self._apply(event, proof)
+        except StoreUnavailable as error:
+            if not is_full(error):
+                raise
+            (num_removed,) = await self._connection.run(TRIM, [self._keys.events], KEPT_PERCENT)
+            if not num_removed:
+                raise
+        return await self._apply(event, proof)  # the refused one has changed nothing
+
     async def _apply(self, event: BlockEvent, proof: EventProof) -> IndexAnswer:
         worker, epoch = event.worker_id, event.epoch
         keys = self._keys
@@ -111,9 +128,10 @@ class RedisIndex:
                 keys.events,
                 keys.epoch(worker),
                 keys.seal(worker, epoch),
+                keys.event_bytes,
             ],
             *(worker, epoch, event.seq, event.op, b"".join(event.entries), event.num_keys or len(event.keys)),
-            *(self._blocks_ttl_ms, self._stream_max_events, proof.event, proof.seal),
+            *(self._blocks_ttl_ms, proof.event, proof.seal, *self._stream_bounds),
         )
         if outcome == b"fenced":
             raise Fenced(f"{worker}: epoch {int(seq)} holds the lease, this is epoch {epoch}")

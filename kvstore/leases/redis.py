@@ -47,6 +47,7 @@ T = TypeVar("T")
 ACQUIRE = Script("kvstore.leases", "acquire.lua")
 RENEW = Script("kvstore.leases", "renew.lua")
 RELEASE = Script("kvstore.leases", "release.lua")
+ANNOUNCE = Script("kvstore.leases", "announce.lua")
 DISOWN = Script("kvstore.leases", "disown.lua")
 CHANGED = Script("kvstore.leases", "changed.lua")
 LEASE_FIELDS = {
@@ -132,7 +133,7 @@ class RedisLeases:
             raise await self._overtaken(worker_id, int(epoch), after or 0)
         if self._member is not None:
             claim = signed_epoch(self._member.keys, keys.claim(worker_id), int(epoch))
-            await self._connection.call("SET", keys.claim(worker_id), claim, "PX", EPOCH_TTL_MS)
+            await self._connection.run(ANNOUNCE, [keys.claim(worker_id)], claim, EPOCH_TTL_MS)
         return int(epoch)
 
     async def renew(self, info: WorkerInfo, load: WorkerLoad) -> bool:
@@ -202,13 +203,8 @@ class RedisLeases:
     async def announce_router(self, info: RouterInfo) -> None:
         await self._set_stamps(may_fall=True)
         key = self._keys.router(info.id)
-        announced = ("SADD", self._keys.routers, info.id)
-        _, listed = await self._connection.pipeline(
-            [("SET", key, self._announcement(key, encode(info)), "PX", self._lease_ms), announced]
-        )
-        if isinstance(listed, BadValue):
-            self._connection.note(self._keys.routers, listed.reason)
-            await self._connection.pipeline([("UNLINK", self._keys.routers), announced])
+        value = self._announcement(key, encode(info))
+        await self._connection.run(ANNOUNCE, [key, self._keys.routers], value, self._lease_ms, info.id)
 
     async def list_routers(self) -> list[RouterInfo]:
         ids = await self._routers.look()
@@ -224,7 +220,7 @@ class RedisLeases:
     async def announce_controller(self, info: ControllerInfo) -> None:
         await self._set_stamps(may_fall=True)
         key = self._keys.controller
-        await self._connection.call("SET", key, self._announcement(key, encode(info)), "PX", self._lease_ms)
+        await self._connection.run(ANNOUNCE, [key], self._announcement(key, encode(info)), self._lease_ms)
 
     async def get_controller(self) -> ControllerInfo | None:
         key = self._keys.controller

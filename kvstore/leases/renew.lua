@@ -9,6 +9,7 @@
 -- it would take the lease back. The highest epoch wins, also over an expired lease. After a loss of all state no
 -- epoch is known: any live worker gets its own epoch back, and a zombie that came first is fenced by its
 -- successor's next renewal.
+for index = 5, 8 do redis.call('PEXPIRE', KEYS[index], ARGV[6]) end -- first, so that a full Redis takes the others
 local holder, own = epochs(KEYS[2], KEYS[1]), tonumber(ARGV[2])
 local has_expired = holder == own and redis.call('EXISTS', KEYS[2]) == 0
 if holder > own or has_expired then return {string.format('%.0f', holder), garbage} end
@@ -18,5 +19,4 @@ redis.call('HSET', KEYS[2], 'epoch', ARGV[2], 'info', ARGV[3], 'load', ARGV[4])
 if ARGV[8] ~= '' then redis.call('HSET', KEYS[2], 'stamp', ARGV[8], 'signature', ARGV[9], 'renewal', ARGV[10]) end
 redis.call('PEXPIRE', KEYS[2], ARGV[5])
 enlist(ARGV[1], KEYS[3], KEYS[4])
-for index = 5, 8 do redis.call('PEXPIRE', KEYS[index], ARGV[6]) end
 return {'0', garbage}
