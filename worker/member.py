@@ -30,7 +30,7 @@ from engine.core.outputs import EngineEvent, Idle
 from engine.core.runner import Runner
 from engine.core.scheduler import SchedulerLimits
 from engine.core.serving import ServingEngine
-from kvstore.index import IndexPublisher, RedisConnection, RedisIndex
+from kvstore.index import IndexPublisher, RedisConnection, RedisIndex, StreamBounds
 from kvstore.leases import LeaseKeeper, LeaseStore, RedisLeases
 from kvstore.transfer.copy.kernel_choice import kernels_of, why_not_kernels
 from kvstore.transfer.endpoint import KvEndpoint
@@ -139,9 +139,11 @@ class Member:
                 RedisConnection(settings.url, tls=self.tls),
                 self.content_id,
                 blocks_ttl_s=settings.blocks_ttl_s,
-                stream_max_events=settings.stream_max_events,
-                stream_max_bytes=settings.stream_max_bytes,
-                stream_max_age_s=settings.stream_max_age_s,
+                stream=StreamBounds(
+                    max_events=settings.stream_max_events,
+                    max_bytes=settings.stream_max_bytes,
+                    max_age_s=settings.stream_max_age_s,
+                ),
                 keys=self.keys,
             )
             stack.push_async_callback(index.close)

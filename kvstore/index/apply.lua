@@ -45,6 +45,8 @@ local function each_chunk(command, key)
   end
 end
 
+-- First, so that a full Redis refuses what grows, and nothing has changed. It takes what frees memory.
+if op == '+' or op == 'snap' or op == 'snap+' then redis.call('SET', seq_key, ARGV[3]) end
 if op == '+' then each_chunk('SADD', blocks)
 elseif op == '-' then each_chunk('SREM', blocks)
 elseif op == 'clear' then redis.call('UNLINK', blocks)

@@ -178,7 +178,7 @@ def _answer(found: Any) -> Any:
 
 def is_full(error: StoreUnavailable) -> bool:
     """Return whether Redis has refused a write because its memory is used up (`maxmemory`)."""
-    return isinstance(error.__cause__, RedisError) and "OOM " in str(error.__cause__)
+    return isinstance(error.__cause__, RedisError) and "used memory > 'maxmemory'" in str(error.__cause__)
 
 
 def _unavailable(error: Exception) -> StoreUnavailable:

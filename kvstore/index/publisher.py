@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_FAILURES = 5
+"""Failures that lengthen the pause before the next try: it has 0.8 s at most, so that the index is complete soon after
+Redis has room again."""
 MAX_EVENT_KEYS = 1024
 """Keys in one event; Redis applies an event in well under a millisecond."""
 GATHER_S = 0.05
@@ -107,7 +110,7 @@ class IndexPublisher:
                 is_current = False
             if not is_current:
                 self._resync()
-                num_failures += 1
+                num_failures = min(num_failures + 1, MAX_FAILURES)
                 await asyncio.sleep(backoff_s(num_failures))
 
     def _report(self, op: Op, keys: Iterable[bytes]) -> None:

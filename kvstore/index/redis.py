@@ -8,6 +8,7 @@ Redis.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.blocks import KEY_BYTES
@@ -47,10 +48,20 @@ SNAPSHOT_TRIES, GROWTH = 5, 10_000
 TIER_LETTERS = frozenset(tier.encode() for tier in Tier if tier)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamBounds:
+    """Bounds of the event stream, all approximate. A reader that it has left behind scans the sets."""
+
+    max_events: int = 100_000
+    max_bytes: int = 64 * 2**20
+    max_age_s: float = 60.0
+
+
 class RedisIndex:
     """`PrefixIndex` in Redis. Owns `connection`: `close` closes it.
 
     Args:
+        stream: bounds of the event stream, which the writer of an event applies.
         keys: this member's keys; None: nothing is signed, and every readable value is accepted.
     """
 
@@ -60,15 +71,13 @@ class RedisIndex:
         namespace: str,
         *,
         blocks_ttl_s: float = 60.0,
-        stream_max_events: int = 100_000,
-        stream_max_bytes: int = 64 * 2**20,
-        stream_max_age_s: float = 60.0,
+        stream: StreamBounds = StreamBounds(),
         keys: KeyFile | None = None,
     ) -> None:
         self._connection = connection
         self._keys = Keys(namespace)
         self._blocks_ttl_ms = int(blocks_ttl_s * 1000)
-        self._stream_bounds = int(stream_max_age_s * 1000), stream_max_events, stream_max_bytes
+        self._stream_bounds = int(stream.max_age_s * 1000), stream.max_events, stream.max_bytes
         self._member = keys
         self._authors: dict[str, EventAuthor] = {}
         """Signer of each worker that publishes here, in its latest epoch."""

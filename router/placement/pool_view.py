@@ -61,7 +61,7 @@ class PoolView:
         self._leased: Mapping[str, Worker] = {}
         """The latest leases, as they were read."""
         self._workers: dict[str, Worker] = {}
-        """The same, with plausible costs."""
+        """The latest leases, with plausible costs."""
         self._bounds = _Bounds()
         self._updating = asyncio.Lock()
         self._max_model_len: int | None = None

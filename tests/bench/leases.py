@@ -120,7 +120,7 @@ async def _gap_ms(work: Callable[[], Awaitable[None]]) -> float:
 
 
 async def _measure(num_workers: int, num_rounds: int, keys: dict[Principal, KeyFile] | None) -> list[list[float]]:
-    """Returns, each by round: CPU of an idle and of a busy worker's second, and gaps at changed and unchanged leases."""
+    """Returns by round: CPU of an idle worker's second and of a busy one's, gaps at changed and unchanged leases."""
     idle: list[float] = []
     busy: list[float] = []
     changed: list[float] = []
@@ -144,7 +144,13 @@ async def _measure(num_workers: int, num_rounds: int, keys: dict[Principal, KeyF
 def run(quick: bool) -> Report:
     table = Table(
         f"CPU milliseconds of a router's loop, {3 if quick else 7} rounds",
-        ("workers", f"idle worker's second (gate {GATE_MS})", "busy worker's", "longest stop, all changed", "unchanged"),
+        (
+            "workers",
+            f"idle worker's second (gate {GATE_MS})",
+            "busy worker's",
+            "longest stop, all changed",
+            "unchanged",
+        ),
         note="gates of the longest stop: " + ", ".join(f"{ms} ms at {num:,}" for num, ms in GAP_GATES_MS.items()),
     )
     garbage.collect_seldom()  # as in a router: a collection of all that the benchmark has imported takes 50 ms
