@@ -1,10 +1,10 @@
 -- Leases that have changed since they were read last. Returns {{a result for each lease}, garbage}: false if there is
--- none; a text that says why it cannot be read; a list of its renewal alone if its epoch and stamp are the known ones;
--- or a list of its fields. A value above its size limit is neither copied nor sent.
+-- none; a text that says why it cannot be read; a list of its renewal alone if its epoch and the start of its chain are
+-- the known ones; or a list of its fields. A value above its size limit is neither copied nor sent.
 --
 -- KEYS  the leases, then the highest epoch of each of their workers
--- ARGV  1 number of fields, then the name and the maximum bytes of each: epoch, stamp and renewal first; then the known
---       EPOCH/STAMP of each lease, or ''
+-- ARGV  1 number of fields, then the name and the maximum bytes of each: epoch, start of the chain and renewal first;
+--       then the known EPOCH/START of each lease, or ''
 local num_fields, num_leases = tonumber(ARGV[1]), #KEYS / 2
 local NUM_VERSION = 3 -- fields that tell whether a lease has changed
 
@@ -25,8 +25,8 @@ local function lease_at(key, known)
   local problem = too_long(key, 1, NUM_VERSION)
   if problem then return problem end
   if known ~= '' then
-    local epoch, stamp, renewal = unpack(redis.call('HMGET', key, unpack(names, 1, NUM_VERSION)))
-    if epoch and stamp and renewal and epoch .. '/' .. stamp == known then return {renewal} end
+    local epoch, since, renewal = unpack(redis.call('HMGET', key, unpack(names, 1, NUM_VERSION)))
+    if epoch and since and renewal and epoch .. '/' .. since == known then return {renewal} end
   end
   return too_long(key, NUM_VERSION + 1, num_fields) or redis.call('HMGET', key, unpack(names))
 end

@@ -52,10 +52,12 @@ DISOWN = Script("kvstore.leases", "disown.lua")
 CHANGED = Script("kvstore.leases", "changed.lua")
 LEASE_FIELDS = {
     "epoch": MAX_NUMBER_BYTES,
-    "stamp": MAX_NUMBER_BYTES,
+    "since": MAX_NUMBER_BYTES,
     "renewal": RENEWAL_BYTES,
     "info": MAX_BYTES,
     "load": MAX_BYTES,
+    "anchored": SIGNATURE_BYTES,
+    "stamp": MAX_NUMBER_BYTES,
     "signature": SIGNATURE_BYTES,
 }
 """Fields of a lease, with the maximum size of each in bytes."""
@@ -141,7 +143,7 @@ class RedisLeases:
         if not await self._set_stamps(may_fall=False):
             return False
         texts = encode(info), encode(load)
-        proof: tuple[int | str, bytes, bytes] = ("", b"", b"")
+        proof: tuple[str | bytes | int, ...] = ("",)
         if self._signed is not None:
             proof = astuple(self._signed.renewed(keys.lease(info.id), info.epoch, *texts))
         (found,) = await self._connection.run(
@@ -167,7 +169,7 @@ class RedisLeases:
         workers: dict[str, Worker | None] = {}
         async for worker_id, lease in self._found(await self._workers.look()):
             match lease:
-                case None | [_, _, _, None, None, _]:
+                case None | [_, _, _, None, None, *_]:
                     pass  # the lease is just ending, or was acquired and not described yet
                 case _ if self._signed is None:
                     key = self._keys.lease(worker_id)
@@ -285,7 +287,7 @@ class RedisLeases:
 
     def _leased(self, worker_id: str, lease: Sequence[bytes | None]) -> Worker:
         """Decode a lease, except for the parts that have not changed; raises ValueError if it is another worker's."""
-        found_epoch, _, _, info, load, _ = lease
+        found_epoch, _, _, info, load, *_ = lease
         last = self._decoded.get(worker_id)
         is_same = last is not None and last.info == info, last is not None and last.load == load
         if last is not None and all(is_same):

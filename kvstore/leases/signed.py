@@ -1,8 +1,10 @@
 """Signed values of the registry: what members sign, and the checks before a reader accepts a value.
 
-    lease        HASH, by a worker: `signature` of the lease's key, `epoch`, `stamp`, `info`, `load` and the anchor of a
-                 chain; `renewal`: a link of that chain (`chain.py`). While the signed values do not change, the worker
-                 renews the lease by later links, and readers verify no signature
+    lease        HASH, by a worker: `anchored`, its signature of the lease's key, `epoch`, `since`, `info`, `load` and
+                 the anchor of a chain; `renewal`: a link of that chain (`chain.py`). While the signed values do not
+                 change, the worker renews the lease by later links, and readers verify no signature.
+                 `signature` of the same, with `stamp` in place of `since` and the anchor, is new in each renewal: for
+                 readers of a release that knows no chains. Leases of such a release have nothing else
     claim        by a worker that has acquired its lease: the epoch and its signature
     router       stamp (8 bytes) | signature | JSON, by a router
     controller   the same, by the controller
@@ -41,7 +43,11 @@ class LeaseProof:
     """The fields of a lease that prove who has written it and when."""
 
     stamp: int
+    """Time of the renewal, in ms."""
     signature: bytes
+    since: int
+    """Time of the signature with the anchor, in ms."""
+    anchored: bytes
     renewal: bytes
 
 
@@ -62,8 +68,8 @@ class _Read:
     """A lease of which this process has verified the signature."""
 
     version: str
-    """EPOCH/STAMP."""
-    stamp: int
+    """EPOCH/SINCE."""
+    since: int
     renewal: Renewal
     """The latest link that was verified."""
 
@@ -94,20 +100,23 @@ class SignedRegistry:
     def lease(self, key: str, epoch: int, info: str, load: str) -> LeaseProof:
         """Return the proof of a lease that is signed now."""
         stamp, chain, ring = self.stamps.draw(), Chain(), self._keys.keys
-        signature = ring.sign("value", packed(key, epoch, stamp, info, load, chain.anchor))
-        proof = LeaseProof(stamp, signature, chain.reveal(0).pack())
+        signature = ring.sign("value", packed(key, epoch, stamp, info, load))
+        anchored = ring.sign("value", packed(key, epoch, stamp, info, load, chain.anchor))
+        proof = LeaseProof(stamp, signature, stamp, anchored, chain.reveal(0).pack())
         self._written[key] = _Written((epoch, info, load), proof, chain, ring)
         return proof
 
     def renewed(self, key: str, epoch: int, info: str, load: str) -> LeaseProof:
-        """Return the proof of a renewal: signed only if something has changed, or if the chain has no new link."""
+        """Return the proof of a renewal, with a new chain if something has changed or the chain has no new link."""
         last = self._written.get(key)
         if last is None or last.parts != (epoch, info, load) or last.ring is not self._keys.keys:
             return self.lease(key, epoch, info, load)
-        slot = (self.stamps.draw() - last.proof.stamp) // SLOT_MS
-        if not Renewal.unpack(last.proof.renewal).slot < slot < NUM_SLOTS:
+        stamp, proof = self.stamps.draw(), last.proof
+        slot = (stamp - proof.since) // SLOT_MS
+        if not Renewal.unpack(proof.renewal).slot < slot < NUM_SLOTS:
             return self.lease(key, epoch, info, load)
-        last.proof = LeaseProof(last.proof.stamp, last.proof.signature, last.chain.reveal(slot).pack())
+        signature = last.ring.sign("value", packed(key, epoch, stamp, info, load))
+        last.proof = LeaseProof(stamp, signature, proof.since, proof.anchored, last.chain.reveal(slot).pack())
         return last.proof
 
     def announcement(self, key: str, body: str) -> bytes:
@@ -126,7 +135,7 @@ class SignedRegistry:
         return _HEAD.pack(stamp, self._keys.keys.sign("value", packed(key, stamp, body))) + body.encode()
 
     def version(self, key: str) -> str:
-        """Return EPOCH/STAMP of the lease that was accepted last; empty if it must be read again as a whole."""
+        """Return EPOCH/SINCE of the lease that was accepted last; empty if it must be read again as a whole."""
         known = self._leases.get(key)
         return "" if known is None else known.version
 
@@ -134,22 +143,24 @@ class SignedRegistry:
         """Return the observation of a lease.
 
         Args:
-            lease: the fields epoch, stamp, renewal, info, load and signature, as found; or, if its epoch and stamp are
-                those of `version`, its renewal alone.
+            lease: the fields epoch, since, renewal, info, load, anchored, stamp and signature, as found; or, if its
+                epoch and `since` are those of `version`, its renewal alone.
 
         Raises:
             ValueError: no worker has signed or renewed it, or it is not the latest.
         """
         known = self._leases.pop(key, None)
+        read: _Read | None
         if len(lease) == 1:
             if known is None:
                 raise ValueError("it renews nothing that is known")
             read = self._renewal(known, lease[0])
-            sight = self._sights.renew(key, Principal.WORKER, _stamp(read))
+            sight = self._sights.renew(key, Principal.WORKER, _renewed_at(read))
         else:
             read, value = _signed_lease(key, lease)
             sight = self._sights.see(key, Principal.WORKER, value)
-        self._leases[key] = read
+        if read is not None:
+            self._leases[key] = read
         return sight
 
     def forget_all_but(self, keys: Collection[str]) -> None:
@@ -165,7 +176,7 @@ class SignedRegistry:
             return known
         if renewal.back_to(last.slot) != last.link:
             raise ValueError("its renewal is not of the chain that its worker has signed")
-        return _Read(known.version, known.stamp, renewal)
+        return _Read(known.version, known.since, renewal)
 
     def seen(self, key: str, author: Principal, found: bytes, *, must_be_timely: bool = True) -> tuple[Sight, bytes]:
         """Return the observation of an announcement, and its body.
@@ -212,15 +223,19 @@ def _address(workers: Mapping[str, Worker | None], worker_id: str) -> str | None
     return worker.info.address if worker else None
 
 
-def _stamp(read: _Read) -> int:
+def _renewed_at(read: _Read) -> int:
     """Return the time of the latest renewal, in ms."""
-    return read.stamp + read.renewal.slot * SLOT_MS
+    return read.since + read.renewal.slot * SLOT_MS
 
 
-def _signed_lease(key: str, lease: Sequence[bytes | None]) -> tuple[_Read, SignedValue]:
-    """Return a lease as a signed value; raises ValueError if its numbers cannot be read."""
-    found_epoch, found_stamp, renewal, info, load, signature = lease
-    epoch, stamp = natural(found_epoch, MAX_EPOCH), natural(found_stamp or b"0", MAX_SEQ)
-    read = _Read(f"{epoch}/{stamp}", stamp, Renewal.unpack(renewal))
-    message = packed(key, epoch, stamp, info or b"", load or b"", read.renewal.back_to(0))
-    return read, SignedValue(epoch, _stamp(read), message, signature or b"")
+def _signed_lease(key: str, lease: Sequence[bytes | None]) -> tuple[_Read | None, SignedValue]:
+    """Return a lease as a signed value, and its chain if it has one; raises ValueError if it cannot be read."""
+    found_epoch, found_since, renewal, info, load, anchored, found_stamp, signature = lease
+    epoch, values = natural(found_epoch, MAX_EPOCH), (info or b"", load or b"")
+    if found_since is None and renewal is None and anchored is None:  # of a release that knows no chains
+        stamp = natural(found_stamp or b"0", MAX_SEQ)
+        return None, SignedValue(epoch, stamp, packed(key, epoch, stamp, *values), signature or b"")
+    since = natural(found_since, MAX_SEQ)
+    read = _Read(f"{epoch}/{since}", since, Renewal.unpack(renewal))
+    message = packed(key, epoch, since, *values, read.renewal.back_to(0))
+    return read, SignedValue(epoch, _renewed_at(read), message, anchored or b"")

@@ -33,7 +33,7 @@ from kvstore.index import (
 from kvstore.index import redis as index_in_redis
 from kvstore.index.events import ORIGIN
 from kvstore.index.keys import Keys
-from kvstore.index.signed import REMEMBERED_S, SightBook, Stamps
+from kvstore.index.signed import REMEMBERED_S, SightBook, Stamps, packed
 from kvstore.index.values import MAX_EPOCH
 from kvstore.leases import RecordEntry, RecordKey, RecordPart, RedisLeases, RedisRecords
 from kvstore.leases.chain import NUM_SLOTS, SLOT_MS
@@ -115,6 +115,11 @@ class Scene:
         return {each.what: each.latest for each in self.redis.garbage.seen()}.get(what, "")
 
 
+def plain(lease: Mapping[str, bytes]) -> dict[str, bytes]:
+    """A lease as a release writes it that knows no chains."""
+    return {name: value for name, value in lease.items() if name not in ("since", "anchored", "renewal")}
+
+
 @pytest.fixture
 async def scene(server: RedisServer, namespace: str, member_keys: MemberKeys) -> Scene:
     connection = RedisConnection(server.embedded.url, GarbageBook())
@@ -125,19 +130,26 @@ async def scene(server: RedisServer, namespace: str, member_keys: MemberKeys) ->
 # Leases.
 
 
-async def test_a_lease_that_no_worker_of_the_cluster_has_signed_is_not_there(scene: Scene, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["with a chain", "of an earlier release"])
+async def test_a_lease_that_no_worker_of_the_cluster_has_signed_is_not_there(
+    scene: Scene, tmp_path: Path, form: str
+) -> None:
     await scene.join()
-    lease = await scene.lease()
+    lease = whole = await scene.lease()
+    stamp, signature = "since", "anchored"
+    if form == "of an earlier release":
+        lease, stamp, signature = plain(lease), "stamp", "signature"
     strangers = draw_keys(tmp_path / "another")
     forged = {"epoch": lease["epoch"], "info": lease["info"], "load": lease["load"]}
     cases: dict[str, Mapping[str, Any]] = {
         "unsigned": forged,
-        "a stamp alone": forged | {"stamp": lease["stamp"]},
-        "no signature": lease | {"signature": b""},
-        "half a signature": lease | {"signature": lease["signature"][:40]},
+        "a stamp alone": forged | {stamp: lease[stamp]},
+        "no signature": lease | {signature: b""},
+        "half a signature": lease | {signature: lease[signature][:40]},
+        "the other signature": lease | {signature: whole["signature" if signature == "anchored" else "anchored"]},
         "another address": lease | {"info": lease["info"].replace(b"w:1", b"x:1")},
         "another load": lease | {"load": lease["load"].replace(b'"running":0', b'"running":1')},
-        "a later stamp": lease | {"stamp": int(lease["stamp"]) + 1},
+        "a later stamp": lease | {stamp: int(lease[stamp]) + 1},
         "a later epoch": lease | {"epoch": int(lease["epoch"]) + 1},
         "a space more": lease | {"info": lease["info"] + b" "},
     }
@@ -145,7 +157,7 @@ async def test_a_lease_that_no_worker_of_the_cluster_has_signed_is_not_there(sce
         author = SignedRegistry((keys or scene.member_keys)[member], LEASE_S, scene.clock)
         texts = lease["info"].decode(), lease["load"].decode()
         proof = author.lease(scene.keys.lease("w"), int(lease["epoch"]), *texts)
-        cases[how] = lease | dataclasses.asdict(proof)
+        cases[how] = lease | {name: value for name, value in dataclasses.asdict(proof).items() if name in lease}
     for how, case in cases.items():
         await scene.put(case)
         assert await scene.listed(scene.new_reader()) == [], how
@@ -282,20 +294,36 @@ async def test_a_lease_that_is_renewed_is_verified_once(scene: Scene, monkeypatc
 
     monkeypatch.setattr(KeyRing, "verify", counted)
     first = (await scene.reader.list_leases())["w"]
-    signature = (await scene.lease())["signature"]
+    signature = (await scene.lease())["anchored"]
     for _ in range(20):
         scene.pass_time(3)
         assert await scene.worker.renew(info, builders.READY)
         assert (await scene.reader.list_leases())["w"] is first, "what has not changed is kept"
     assert len(verified) == 1
-    assert (await scene.lease())["signature"] == signature
+    assert (await scene.lease())["anchored"] == signature
     assert await scene.listed(scene.new_reader()) == [info], "the link leads a reader that starts now to the anchor"
     for _ in range(2):
         scene.pass_time(3)
         assert await scene.worker.renew(info, builders.READY)
         assert await scene.listed() == [info]
-    assert (await scene.lease())["signature"] != signature, "the chain has ended"
+    assert (await scene.lease())["anchored"] != signature, "the chain has ended"
     assert len(verified) == 3
+
+
+async def test_leases_of_a_release_without_chains_are_read_and_written(scene: Scene) -> None:
+    """While a cluster is upgraded, routers and workers of both releases serve side by side."""
+    info = await scene.join()
+    for running in (0, 0, 3):
+        scene.pass_time(3)
+        load = dataclasses.replace(builders.READY, running=running)
+        assert await scene.worker.renew(info, load)
+        lease = await scene.lease()
+        stamp, texts = int(lease["stamp"]), (lease["info"], lease["load"])
+        message = packed(scene.keys.lease("w"), info.epoch, stamp, *texts)
+        assert scene.member_keys[Principal.ROUTER].verify("value", Principal.WORKER, message, lease["signature"])
+        assert stamp == int(scene.clock.now * 1000), "such a release counts from each new stamp"
+        await scene.put(plain(lease))
+        assert await scene.reader.list_workers() == [Worker(info, load)]
 
 
 async def test_a_renewal_signs_what_has_changed(scene: Scene) -> None:
@@ -372,7 +400,7 @@ async def test_a_renewal_counts_by_its_own_time(scene: Scene) -> None:
     info = await scene.join()
     scene.pass_time(SLOT_MS * (NUM_SLOTS - 1) / 1e3)
     assert await scene.worker.renew(info, builders.READY)
-    assert int((await scene.lease())["stamp"]) / 1e3 < scene.clock.now - MAX_SKEW_S, "signed long ago"
+    assert int((await scene.lease())["since"]) / 1e3 < scene.clock.now - MAX_SKEW_S, "signed long ago"
     assert await scene.listed(scene.new_reader()) == [info]
     scene.pass_time(MAX_SKEW_S + 1)
     assert await scene.listed(scene.new_reader()) == []
