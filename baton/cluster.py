@@ -272,6 +272,8 @@ class WorkerLoad:
     """Digests of the LoRA adapters in memory, at most `MAX_LISTED_ADAPTERS` of them."""
     adapter_load_s: float = 0.0
     """Time to load an adapter, in seconds, as measured; 0: it has loaded none."""
+    number: int = 0
+    """Number of this report of the worker, which rises with each change; 0: its release does not count them."""
 
 
 @dataclass(frozen=True, slots=True)

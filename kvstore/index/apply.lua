@@ -4,6 +4,7 @@
 -- ARGV  1 worker id  2 epoch  3 seq  4 op  5 packed entries  6 number of keys  7 ttl, ms
 --       8 proof for the stream; '': nothing is signed  9 seal
 --       10 maximum age of an event in the stream, ms  11 maximum number of them  12 maximum bytes
+--       13 load of the worker; '': the event reports none
 -- Returns {'applied' | 'resync' | 'fenced', last seq or the epoch that holds the lease, garbage}.
 local lease, seq_key, blocks, parts, stream = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local seq, op, packed, num_keys = tonumber(ARGV[3]), ARGV[4], ARGV[5], tonumber(ARGV[6])
@@ -61,13 +62,15 @@ end
 -- sets' order, so a reader that scans a set and then replays the stream arrives at the set.
 redis.call('SET', seq_key, ARGV[3])
 if ARGV[9] ~= '' then redis.call('SET', KEYS[7], ARGV[9]) end
-local total = stream_bytes(KEYS[8]) + #packed + #ARGV[8] + EVENT_OVERHEAD
+local added = #packed + #ARGV[8] + #ARGV[13] + EVENT_OVERHEAD
+local total = stream_bytes(KEYS[8]) + added
 make_room(KEYS[8], 'string')
 redis.call('SET', KEYS[8], string.format('%.0f', total))
 local function append(call)
   local fields = {'w', ARGV[1], 'e', ARGV[2], 'q', ARGV[3], 'o', op, 'k', packed, 'n', ARGV[6]}
   fields[13], fields[14] = 'b', string.format('%.0f', total)
-  if ARGV[8] ~= '' then fields[15], fields[16] = 's', ARGV[8] end
+  if ARGV[8] ~= '' then fields[#fields + 1], fields[#fields + 2] = 's', ARGV[8] end
+  if ARGV[13] ~= '' then fields[#fields + 1], fields[#fields + 2] = 'l', ARGV[13] end
   return call('XADD', stream, '*', unpack(fields))
 end
 make_room(stream, 'stream')
@@ -83,7 +86,7 @@ local oldest = tonumber(string.match(id, '^%d+')) - tonumber(ARGV[10])
 redis.call('XTRIM', stream, 'MINID', '~', string.format('%.0f', math.max(0, oldest)))
 redis.call('XTRIM', stream, 'MAXLEN', '~', ARGV[11])
 local STEP = 65536 -- bytes between two looks at the first event
-if math.floor(total / STEP) ~= math.floor((total - #packed - #ARGV[8] - EVENT_OVERHEAD) / STEP) then
+if math.floor(total / STEP) ~= math.floor((total - added) / STEP) then
   bound_stream(stream, total, tonumber(ARGV[12]))
 end
 for _, key in ipairs({seq_key, blocks, parts, KEYS[7]}) do redis.call('PEXPIRE', key, ARGV[7]) end

@@ -21,11 +21,19 @@ from kvstore.index.keys import Keys
 from kvstore.index.names import IdSet
 from kvstore.index.protocol import READ_EVENTS
 from kvstore.index.signed import EPOCH_PROOF_BYTES, proved_epoch
-from kvstore.index.signed_events import SEAL_BYTES, SLICE, EventAuthor, EventProof, EventReader
+from kvstore.index.signed_events import (
+    HASH_BYTES,
+    SEAL_BYTES,
+    SLICE,
+    EventAuthor,
+    EventProof,
+    EventReader,
+    linked_load,
+)
 from kvstore.index.values import MAX_EPOCH, MAX_NUMBER_BYTES, MAX_SEQ, natural, text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from baton.trust import KeyFile
 
@@ -36,7 +44,6 @@ APPLY = Script("kvstore.index", "apply.lua")
 TRIM = Script("kvstore.index", "trim.lua")
 KEPT_PERCENT = 50
 """Part of the stream that stays when Redis is full."""
-UNSIGNED = EventProof(b"", b"")
 POLL_S = 0.05
 """Pause between two reads of events."""
 EVENT_BYTES, READ_BYTES = 2**18, 3 * 2**20
@@ -86,7 +93,7 @@ class RedisIndex:
 
     async def apply(self, event: BlockEvent) -> IndexAnswer:
         if self._member is None:
-            return await self._apply_with_room(event, UNSIGNED)
+            return await self._apply_with_room(event, EventProof(b"", linked_load(event.load), b""))
         worker, epoch = event.worker_id, event.epoch
         author = self._authors.get(worker)
         if author is None or author.epoch != epoch:
@@ -140,7 +147,7 @@ class RedisIndex:
                 keys.event_bytes,
             ],
             *(worker, epoch, event.seq, event.op, b"".join(event.entries), event.num_keys or len(event.keys)),
-            *(self._blocks_ttl_ms, proof.event, proof.seal, *self._stream_bounds),
+            *(self._blocks_ttl_ms, proof.event, proof.seal, *self._stream_bounds, proof.load),
         )
         if outcome == b"fenced":
             raise Fenced(f"{worker}: epoch {int(seq)} holds the lease, this is epoch {epoch}")
@@ -235,7 +242,7 @@ class RedisIndex:
             found = await self._entries(cursor)
         events = [self._event(fields) async for _, fields in paced(found)]
         if self._reader is not None:
-            events = await self._proved(self._reader, events, [fields.get(b"s", b"") for _, fields in found])
+            events = await self._proved(self._reader, events, [fields for _, fields in found])
         return [(cursor, event) for (cursor, _), event in zip(found, events, strict=True)]
 
     async def _entries(self, cursor: Cursor) -> list[tuple[Cursor, dict[bytes, bytes]]]:
@@ -270,16 +277,20 @@ class RedisIndex:
             return 0
 
     async def _proved(
-        self, reader: EventReader, events: Sequence[BlockEvent | None], proofs: Sequence[bytes]
+        self, reader: EventReader, events: Sequence[BlockEvent | None], fields: Sequence[Mapping[bytes, bytes]]
     ) -> list[BlockEvent | None]:
         """Return the events, with None in place of events that their workers have not signed."""
-        readable = [(event, proof) for event, proof in zip(events, proofs, strict=True) if event is not None]
+        readable = [
+            (event, stored.get(b"s", b""), stored.get(b"l", b""))
+            for event, stored in zip(events, fields, strict=True)
+            if event is not None
+        ]
         found = iter(await reader.proved(readable))
-        are_proved = [event is not None and next(found) for event in events]
-        for event, is_proved in zip(events, are_proved, strict=True):
-            if event is not None and not is_proved:
+        proved = [None if event is None else next(found) for event in events]
+        for event, is_proved in zip(events, proved, strict=True):
+            if event is not None and is_proved is None:
                 self._connection.note(self._keys.events, f"an event of {event.worker_id} is not signed by a worker")
-        return [event if is_proved else None for event, is_proved in zip(events, are_proved, strict=True)]
+        return proved
 
     def _event(self, fields: dict[bytes, bytes]) -> BlockEvent | None:
         try:
@@ -324,4 +335,5 @@ def _event(fields: dict[bytes, bytes]) -> BlockEvent:
         keys=tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), entry_bytes)),
         num_keys=num_keys,
         tier=Tier(packed[KEY_BYTES:entry_bytes].decode()),
+        load=fields.get(b"l", b"")[HASH_BYTES:],
     )

@@ -32,9 +32,18 @@ class LeaseKeeper:
         renew_s: interval of renewals.
         report_s: interval at which the worker's description and load are compared with those of the last renewal; if
             they differ, the lease is renewed at once.
+        report: reports a load that has changed in another way than by a renewal, and returns whether it could.
     """
 
-    def __init__(self, leases: LeaseStore, worker_id: str, *, renew_s: float = 3.0, report_s: float = REPORT_S) -> None:
+    def __init__(
+        self,
+        leases: LeaseStore,
+        worker_id: str,
+        *,
+        renew_s: float = 3.0,
+        report_s: float = REPORT_S,
+        report: Callable[[WorkerLoad], bool] | None = None,
+    ) -> None:
         self.epoch = 0
         """The lease's epoch; 0 until it is acquired."""
         self.fenced = asyncio.Event()
@@ -44,6 +53,7 @@ class LeaseKeeper:
         self._worker_id = worker_id
         self._renew_s = renew_s
         self._report_s = min(report_s, renew_s)
+        self._report = report
         self._due = asyncio.Event()
         self._num_unused = 0
         """Number of consecutive epochs that were acquired and never renewed."""
@@ -111,7 +121,8 @@ class LeaseKeeper:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, self._report_s)):
                     await self._due.wait()
-            if describe() != described:
+            info, load = describe()
+            if info != described[0] or (load != described[1] and not (self._report and self._report(load))):
                 return
 
     def renew_soon(self) -> None:

@@ -34,6 +34,7 @@ from kvstore.leases.codec import (
     decode_sizes,
     encode,
 )
+from kvstore.leases.loads import ReportedLoads
 from kvstore.leases.signed import HEAD_BYTES, SignedRegistry
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class RedisLeases:
         clock: wall time in seconds.
         monotonic_s: monotonic seconds.
         keys: this member's keys; None: nothing is signed, and every readable value is accepted.
+        loads: loads that workers have reported since; the listed workers have the newer ones.
     """
 
     def __init__(
@@ -104,8 +106,10 @@ class RedisLeases:
         clock: Callable[[], float] = time.time,
         monotonic_s: Callable[[], float] = time.monotonic,
         keys: KeyFile | None = None,
+        loads: ReportedLoads | None = None,
     ) -> None:
         self._connection = connection
+        self._loads = loads
         self._keys = Keys(namespace)
         self._lease_ms = int(lease_s * 1000)
         self._blocks_ttl_ms = int(blocks_ttl_s * 1000)
@@ -184,7 +188,7 @@ class RedisLeases:
             workers[worker_id] = None
         self._workers.keep(worker_id for worker_id, worker in workers.items() if worker is not None)
         self._decoded = {each: self._decoded[each] for each in workers.keys() & self._decoded.keys()}
-        return workers
+        return workers if self._loads is None else _with_newest(self._loads, workers)
 
     async def _found(self, ids: Sequence[str]) -> AsyncIterator[tuple[str, Any]]:
         """Yield each id with the fields of its lease as `LEASE_FIELDS` lists them.
@@ -385,6 +389,11 @@ class RedisLeases:
             keys.parts(worker_id, epoch),
             keys.seal(worker_id, epoch),
         ]
+
+
+def _with_newest(loads: ReportedLoads, workers: Mapping[str, Worker | None]) -> dict[str, Worker | None]:
+    loads.keep(workers.keys())
+    return {each: None if worker is None else loads.newest(worker) for each, worker in workers.items()}
 
 
 async def _named(ids: Iterable[str], found: AsyncIterator[T]) -> AsyncIterator[tuple[str, T]]:
