@@ -35,9 +35,9 @@ from kvstore.index.events import ORIGIN
 from kvstore.index.keys import Keys
 from kvstore.index.signed import REMEMBERED_S, SightBook, Stamps, packed
 from kvstore.index.values import MAX_EPOCH
-from kvstore.leases import RecordEntry, RecordKey, RecordPart, RedisLeases, RedisRecords
+from kvstore.leases import RecordEntry, RecordKey, RecordPart, RedisLeases, RedisRecords, ReportedLoads
 from kvstore.leases.chain import NUM_SLOTS, SLOT_MS
-from kvstore.leases.codec import encode
+from kvstore.leases.codec import decode_load, encode, encode_load
 from kvstore.leases.redis import LEASE_FIELDS
 from kvstore.leases.signed import SignedRegistry
 from router.request.usage_marks import RedisMarks
@@ -69,7 +69,9 @@ class Scene:
         self.index = RedisIndex(connection, namespace, keys=keys[Principal.WORKER])
         self.reader = self.new_reader()
 
-    def leases(self, member: Principal, keys: MemberKeys | None = None) -> RedisLeases:
+    def leases(
+        self, member: Principal, keys: MemberKeys | None = None, loads: ReportedLoads | None = None
+    ) -> RedisLeases:
         member_keys = (keys or self.member_keys)[member]
         return RedisLeases(
             self.redis,
@@ -78,6 +80,7 @@ class Scene:
             clock=self.clock,
             monotonic_s=lambda: self.seconds,
             keys=member_keys,
+            loads=loads,
         )
 
     def new_reader(self) -> RedisLeases:
@@ -575,6 +578,54 @@ async def test_an_event_that_its_worker_has_not_signed_is_none(scene: Scene) -> 
     assert last
     assert last.seq == 2
     assert "not signed" in scene.noted("event")
+
+
+async def test_a_load_that_its_worker_has_not_reported_is_none(scene: Scene) -> None:
+    info = await scene.join()
+    await published(scene, info.epoch, 1)
+    for seq, running in ((2, 3), (3, 4)):
+        load = encode_load(dataclasses.replace(builders.READY, running=running, number=running))
+        event = BlockEvent(worker_id="w", epoch=info.epoch, seq=seq, op=Op.STORED, keys=(key(seq),), load=load)
+        assert (await scene.index.apply(event)).outcome is IndexOutcome.APPLIED
+    genuine = await streamed(scene)
+    assert [decode_load(event.load).running for event in genuine[1:] if event] == [3, 4]
+    _, (_, third), (_, fourth) = await scene.redis.call("XRANGE", scene.keys.events, "-", "+")
+    for forged in (
+        fourth[b"l"].replace(b"4", b"5"),
+        third[b"l"],
+        fourth[b"l"][:32] + third[b"l"][32:],
+        third[b"l"][:32] + fourth[b"l"][32:],
+        bytes(32) + fourth[b"l"][32:],
+        b"",
+    ):
+        await scene.redis.call("DEL", scene.keys.events)
+        for fields in (third, fourth | {b"l": forged}):
+            await scene.redis.call(
+                "XADD", scene.keys.events, "*", *(part for field in fields.items() for part in field)
+            )
+        assert genuine[2]
+        assert await streamed(scene) == [genuine[1], dataclasses.replace(genuine[2], load=b"")]
+
+
+async def test_a_replayed_load_replaces_no_newer_one(scene: Scene) -> None:
+    info = await scene.join()
+    loads = ReportedLoads(scene.redis)
+    router = scene.leases(Principal.ROUTER, loads=loads)
+    first, second, third = (dataclasses.replace(builders.READY, running=n, number=n) for n in (1, 2, 3))
+    for load, newest in ((second, second), (first, second), (third, third), (second, third)):
+        loads.report("w", info.epoch, encode_load(load))
+        assert await router.list_workers() == [Worker(info, newest)]
+        assert (await router.list_workers())[0] is (await router.list_workers())[0]
+    loads.report("w", info.epoch - 1, encode_load(dataclasses.replace(first, number=9)))
+    assert await router.list_workers() == [Worker(info, third)], "another epoch's"
+    scene.pass_time(3)
+    signed = dataclasses.replace(builders.READY, number=4)
+    assert await scene.worker.renew(info, signed)
+    assert await router.list_workers() == [Worker(info, signed)], "which the lease has signed since"
+    loads.report("w", info.epoch, b'{"running": "5"}')
+    loads.report("nobody", 1, encode_load(third))
+    assert await router.list_workers() == [Worker(info, signed)]
+    assert "load of w" in scene.noted("event")
 
 
 async def test_an_event_is_good_once_and_in_one_place(scene: Scene) -> None:

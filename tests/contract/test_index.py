@@ -677,6 +677,30 @@ async def test_changes_are_gathered(backend: Backend) -> None:
         )
 
 
+async def test_loads_travel_with_the_events(backend: Backend) -> None:
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    heard: list[tuple[str, int, bytes]] = []
+    late = MirrorFollower(backend.index, Mirror(), poll_s=0.05, on_load=lambda *load: heard.append(load))
+    assert not worker.publisher.report(1, b"too early"), "nothing is published yet"
+    async with running(worker.publisher, late):
+        await until(lambda: worker.publisher.is_settled and late.connected)
+        before = await backend.index.position("w", worker.epoch)
+        worker.store(1)
+        worker.remove(2)
+        assert worker.publisher.report(1, b"a")
+        await until(lambda: heard == [("w", worker.epoch, b"a")])
+        assert await backend.index.position("w", worker.epoch) == before + 2, "with the last of the changes"
+        for number, load in ((1, b"once more"), (2, b"b"), (3, b"c")):
+            assert worker.publisher.report(number, load)
+        await until(lambda: heard[1:] == [("w", worker.epoch, b"c")])
+        assert await backend.index.position("w", worker.epoch) == before + 3
+        await until(lambda: owns(late.mirror, worker))
+        assert late.num_rescans <= 1
+        await backend.lapse("w")
+        worker.store(3)
+        await until(lambda: not worker.publisher.report(4, b"d"))
+
+
 async def test_a_gap_in_the_stream_rescans_that_worker_only(server: RedisServer, namespace: str) -> None:
     backend = server.backend(namespace)
     a, b = [FakeWorker(backend, name, await backend.leases.acquire(name)) for name in ("a", "b")]
