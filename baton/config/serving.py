@@ -52,8 +52,8 @@ class IndexConfig:
     lease_s: Float = 10.0
     """Duration of a lease. A process that has not renewed its lease for this long is considered dead."""
     renew_s: Float = 3.0
-    """Interval at which leases are renewed. A lease whose load or state has changed is renewed within a second. If it
-    is more than a third of `lease_s`, a short interruption of Redis ends leases."""
+    """Interval at which leases are renewed. A changed state is reported at once, and a changed load within a second. If
+    the interval is more than a third of `lease_s`, a short interruption of Redis ends leases."""
     blocks_ttl_s: Float = 60.0
     """Time after which the block set of a dead worker is deleted."""
     stream_max_events: Int = 100_000

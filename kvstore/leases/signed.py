@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from baton.trust import Principal
@@ -38,7 +38,7 @@ HEAD_BYTES = _HEAD.size
 """Number of bytes that precede the announced JSON."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseProof:
     """The fields of a lease that prove who has written it and when."""
 
@@ -102,7 +102,8 @@ class SignedRegistry:
         stamp, chain, ring = self.stamps.draw(), Chain(), self._keys.keys
         signature = ring.sign("value", packed(key, epoch, stamp, info, load))
         anchored = ring.sign("value", packed(key, epoch, stamp, info, load, chain.anchor))
-        proof = LeaseProof(stamp, signature, stamp, anchored, chain.reveal(0).pack())
+        renewal = chain.reveal(0).pack()
+        proof = LeaseProof(stamp=stamp, signature=signature, since=stamp, anchored=anchored, renewal=renewal)
         self._written[key] = _Written((epoch, info, load), proof, chain, ring)
         return proof
 
@@ -116,7 +117,8 @@ class SignedRegistry:
         if not Renewal.unpack(proof.renewal).slot < slot < NUM_SLOTS:
             return self.lease(key, epoch, info, load)
         signature = last.ring.sign("value", packed(key, epoch, stamp, info, load))
-        last.proof = LeaseProof(stamp, signature, proof.since, proof.anchored, last.chain.reveal(slot).pack())
+        renewal = last.chain.reveal(slot).pack()
+        last.proof = replace(proof, stamp=stamp, signature=signature, renewal=renewal)
         return last.proof
 
     def announcement(self, key: str, body: str) -> bytes:
