@@ -374,6 +374,9 @@ async def test_a_renewal_that_is_stolen_replayed_or_made_up_renews_nothing(scene
     for how, renewal in cases.items():
         await scene.put(lease | {"renewal": renewal})
         assert await scene.listed(known) == [infos["v"]], how
+    await scene.put(lease | {"renewal": cases["beyond the chain"]})
+    assert await scene.listed(scene.new_reader()) == [infos["v"]]
+    assert "a chain has 128" in scene.noted("lease"), "nobody hashes for hours"
     assert await scene.worker.renew(infos["w"], builders.READY)
     assert await scene.listed(known) == [infos["v"], infos["w"]]
 
@@ -618,6 +621,8 @@ async def test_a_replayed_load_replaces_no_newer_one(scene: Scene) -> None:
         assert (await router.list_workers())[0] is (await router.list_workers())[0]
     loads.report("w", info.epoch - 1, encode_load(dataclasses.replace(first, number=9)))
     assert await router.list_workers() == [Worker(info, third)], "another epoch's"
+    loads.report("w", info.epoch + 1, encode_load(first))
+    assert await router.list_workers() == [Worker(info, builders.READY)], "of an epoch without a lease"
     scene.pass_time(3)
     signed = dataclasses.replace(builders.READY, number=4)
     assert await scene.worker.renew(info, signed)
