@@ -36,6 +36,7 @@ from kvstore.index.keys import Keys
 from kvstore.index.signed import REMEMBERED_S, SightBook, Stamps, packed
 from kvstore.index.values import MAX_EPOCH
 from kvstore.leases import RecordEntry, RecordKey, RecordPart, RedisLeases, RedisRecords, ReportedLoads
+from kvstore.leases import redis as leases_in_redis
 from kvstore.leases.chain import NUM_SLOTS, SLOT_MS
 from kvstore.leases.codec import decode_load, encode, encode_load
 from kvstore.leases.redis import LEASE_FIELDS
@@ -45,6 +46,7 @@ from router.request.usage_record import UsageMark
 from tests.contract.conftest import Clock, RedisServer
 from tests.support import builders
 from tests.support.keys import MemberKeys, draw_keys
+from tests.support.turns import counted_turns
 
 LEASE_S = 10.0
 KEY, OTHER_KEY = RecordKey("acme", "r"), RecordKey("zeta", "r")
@@ -327,6 +329,15 @@ async def test_leases_of_a_release_without_chains_are_read_and_written(scene: Sc
         assert stamp == int(scene.clock.now * 1000), "such a release counts from each new stamp"
         await scene.put(plain(lease))
         assert await scene.reader.list_workers() == [Worker(info, load)]
+
+
+async def test_others_run_while_leases_are_read(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases_in_redis, "SLICE_S", 0.0)
+    for number in range(30):
+        await scene.join(f"w{number}")
+    found, num_turns = await counted_turns(scene.listed())
+    assert len(found) == 30
+    assert num_turns >= 30
 
 
 async def test_a_renewal_signs_what_has_changed(scene: Scene) -> None:
