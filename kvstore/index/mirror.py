@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SLICE = 1024
 """Keys of a set that are processed before other tasks run."""
-FEW_OWNERS = 64
+FEW_OWNERS = 128
 """Number of workers beyond which a lookup names none."""
 
 
@@ -248,9 +248,17 @@ class Mirror:
         num_seen = 0
         for key in islice(self._unswept, max_keys):
             num_seen += 1
-            mask = self._masks.get(key, 0)
-            if mask & self._sweeping:
-                self._set_mask(key, mask, mask & keep)
+            before = self._masks.get(key, 0)
+            if before & self._sweeping:
+                mask = before & keep
+                if not before & (before - 1):
+                    self._num_alone[before] -= 1
+                if not mask:
+                    del self._masks[key]
+                    continue
+                self._masks[key] = mask
+                if not mask & (mask - 1):
+                    self._num_alone[mask] += 1
         if num_seen < max_keys:
             for bit in _bits(self._sweeping):
                 del self._num_alone[bit]
@@ -389,22 +397,21 @@ class Mirror:
         num_alone[bit] += num_first
 
     def _remove(self, owner: _Owner, keys: Iterable[bytes]) -> None:
+        masks, num_alone, bit = self._masks, self._num_alone, owner.bit
+        num_removed = num_last = 0
         for key in keys:
-            mask = self._masks.get(key, 0)
-            if mask & owner.bit:
-                self._set_mask(key, mask, mask & ~owner.bit)
-                owner.num_keys[owner.bit] -= 1
-
-    def _set_mask(self, key: bytes, before: int, mask: int) -> None:
-        """Remove bits from a key's mask."""
-        if not before & (before - 1):
-            self._num_alone[before] -= 1
-        if mask:
-            self._masks[key] = mask
-            if not mask & (mask - 1):
-                self._num_alone[mask] += 1
-        else:
-            del self._masks[key]
+            mask = masks.get(key, 0)
+            if mask & bit:
+                num_removed += 1
+                if mask := mask ^ bit:
+                    masks[key] = mask
+                    if not mask & (mask - 1):
+                        num_alone[mask] += 1
+                else:
+                    del masks[key]
+                    num_last += 1
+        owner.num_keys[bit] -= num_removed
+        num_alone[bit] -= num_last
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -232,7 +232,7 @@ def place(
     """
     if len(candidates) > LARGE_POOL:
         holders = [c for c in candidates if c.worker_id in images.saved_s] if images is not None else []
-        candidates = _shortlist(candidates, _session_of(prompt), loads_s)
+        candidates = _shortlist(candidates, session_of(prompt), loads_s)
         candidates += [candidate for candidate in holders if candidate not in candidates]
     costs = _Costs(
         prompt,
@@ -318,7 +318,8 @@ def _not_outdone(pool: Sequence[Candidate], to_do: Callable[[Candidate], float])
     return found
 
 
-def _session_of(prompt: Prompt) -> int:
+def session_of(prompt: Prompt) -> int:
+    """Return the number of a prompt's session, below 2**64: a hash of its first blocks."""
     return xxhash.xxh64_intdigest(b"".join(prompt.block_keys[:SESSION_BLOCKS]))
 
 
@@ -347,7 +348,7 @@ class _Costs:
         self._prices = prices
         self._pull = prices.pull_s, prices.pull_s_per_token
         self._pull_above = pull_above_tokens
-        self._session = _session_of(prompt)
+        self._session = session_of(prompt)
         self._sources = [c for c in candidates if c.num_cached_tokens and c.worker_id not in not_from]
         self._longest = max((c.num_cached_tokens for c in self._sources), default=0)
 
