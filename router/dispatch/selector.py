@@ -173,6 +173,7 @@ class WorkerSelector:
             pull_above_tokens=self._config.pull_above_tokens,
             not_from=no_sources,
             images=choice.images.costs(spec) if choice.images else None,
+            rotates=not self.pools.is_large,
         )
         if adapter is not None:
             decide = partial(self._decide_with_adapter, decide, adapter)

@@ -140,6 +140,9 @@ class LoadOrders:
         self._group_of: dict[LoadTracker, _Group] = {}
         self._moved: set[LoadTracker] = set()
 
+    def __contains__(self, worker: object) -> bool:
+        return worker in self._group_of
+
     def adopt(self, workers: Collection[LoadTracker], now: float) -> None:
         """Set which workers there are, with their current roles and samplers."""
         for worker in self._group_of.keys() - set(workers):

@@ -325,8 +325,8 @@ class PoolView:
     ) -> list[Candidate]:
         """Return the workers that could serve a request now or be the source of its prefix, with their prefix hits.
 
-        Of many workers, these are those that hold most of the prompt, those with the least load of each role and
-        sampler, and those that are wanted. The result is valid until the next call.
+        Of many workers, these are those with the least load of each role and sampler, those that hold most of the
+        prompt, and those that are wanted, in an order of the session. The result is valid until the next call.
 
         Args:
             turn: the request's turn; see `router.placement.Turn`.
@@ -344,10 +344,10 @@ class PoolView:
         else:
             session, is_open = session_of(prompt), self._openness(excluded)
             owners = held.longest(MAX_HOLDERS, session) if isinstance(held, Owners) else held
-            first = (book for name in chain(owners, wanted) if (book := self._by_id.get(name)))
-            examined = {book: None for book in first if not book.candidate.takes_work or is_open(book)}
             least = self._orders.least(turn, session, now, is_open, LEAST_LOADED + num_doubted)
-            examined.update(dict.fromkeys(least))
+            examined = dict.fromkeys(least)
+            others = (book for name in chain(owners, wanted) if (book := self._by_id.get(name)))
+            examined |= {book: None for book in others if not book.candidate.takes_work or is_open(book)}
             books = examined
         number_of = held.number if isinstance(held, Owners) else held.get
         if self._resumes_anywhere:
@@ -374,6 +374,11 @@ class PoolView:
         if excluded or self._suspects or self._leaving:
             return lambda book: self._is_open(book, excluded)
         return lambda book: True
+
+    @property
+    def is_large(self) -> bool:
+        """True if requests consider few of the workers."""
+        return self._orders is not None
 
     def with_adapter(self, adapter: Adapter | None, prompt: Prompt) -> list[str]:
         """Return workers that hold a request's adapter or are loading it, as `wanted` candidates.
