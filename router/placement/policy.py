@@ -256,13 +256,13 @@ def place(
         return None
     considered = (*prefills, *decodes)
     if prefills:
-        prefill = costs.least(prefills, lambda terms: terms.first_s)
-        decode = costs.least(decodes, lambda terms: terms.room_s + terms.load_s + terms.exposed_s + terms.answer_s)
+        prefill = costs.least(prefills, [terms.first_s for terms in prefills])
+        decode = costs.least(decodes, [t.room_s + t.load_s + t.exposed_s + t.answer_s for t in decodes])
         split_s = max(prefill.first_s, decode.room_s + decode.load_s + prefill.first_s - prefill.wait_s)
         split_s += decode.exposed_s + decode.answer_s
         if mode == Mode.DISAGGREGATED:
             return costs.placement(Mode.DISAGGREGATED, prefill, decode, considered)
-    both = costs.least(decodes, lambda terms: terms.first_s + terms.answer_s)
+    both = costs.least(decodes, [terms.first_s + terms.answer_s for terms in decodes])
     # At equal costs prefer the disaggregated mode: the prompt then does not delay the sequences on the decode worker.
     if prefills and split_s <= both.first_s + both.answer_s + weights.interference * both.compute_s:
         return costs.placement(Mode.DISAGGREGATED, prefill, decode, considered)
@@ -410,13 +410,12 @@ class _Costs:
             terms.answer_s = num_expected * (step_s + BREACH * breach_s if breach_s > 0 else step_s)
         return found
 
-    def least(self, pool: Sequence[Terms], cost: Callable[[Terms], float]) -> Terms:
-        """Return the cheapest candidate.
+    def least(self, pool: Sequence[Terms], costs: Sequence[float]) -> Terms:
+        """Return the cheapest candidate, by the costs of each.
 
         Among equally cheap ones, rendezvous hashing picks two for the session, and the one with less recent computing
         wins (the power of two choices: Mitzenmacher, 2001).
         """
-        costs = [cost(terms) for terms in pool]
         limit = min(costs) * (1 + EQUAL_SHARE)
         equal = [terms for terms, value in zip(pool, costs, strict=True) if value <= limit]
         if len(equal) == 1:

@@ -349,6 +349,8 @@ class PoolView:
             others = (book for name in chain(owners, wanted) if (book := self._by_id.get(name)))
             examined |= {book: None for book in others if not book.candidate.takes_work or is_open(book)}
             books = examined
+        if not held:
+            return [book.seen(turn, 0, now) for book in books]
         number_of = held.number if isinstance(held, Owners) else held.get
         if self._resumes_anywhere:
             return [
