@@ -117,7 +117,8 @@ class LoadTracker:
         others_s = max(0.0, load.queued_tokens * candidate.costs.s_per_token - sum(self._queue_s.values()))
         if others_s != self._others_s:
             self._others_s = others_s
-            self._has_moved()
+            if self.moved is not None:
+                self.moved.add(self)
         self._refresh()
 
     def seen(self, turn: Turn, num_cached_tokens: int, now: float) -> Candidate:
@@ -158,7 +159,8 @@ class LoadTracker:
         self._queue_s[job.turn] = self._queue_s.get(job.turn, 0.0) + job.compute_s
         job.queued_at = self
         self._note_recent(job.compute_s, now)
-        self._has_moved()
+        if self.moved is not None:
+            self.moved.add(self)
 
     def computed(self, job: Job, now: float) -> None:
         """Remove a job from the queue when its prompt is computed or it is cancelled; idempotent."""
@@ -169,7 +171,8 @@ class LoadTracker:
             self._queue_s[job.turn] -= job.compute_s
             if not any(other.turn == job.turn for other in self._jobs):
                 del self._queue_s[job.turn]
-            self._has_moved()
+            if self.moved is not None:
+                self.moved.add(self)
 
     def decode(self, job: Job, now: float) -> None:
         """Record a sequence that was sent to the worker for decoding."""
@@ -188,10 +191,6 @@ class LoadTracker:
         self.candidate.recent_s = self.candidate.recent_s * faded + compute_s
         self._recent_at_s, self._recent_until_s = now, now + RECENT_S / 20
 
-    def _has_moved(self) -> None:
-        if self.moved is not None:
-            self.moved.add(self)
-
     def _book(self, job: Job, sign: int) -> None:
         self._num_decoding += sign
         self._num_kv_tokens += sign * job.num_prompt_tokens
@@ -207,7 +206,8 @@ class LoadTracker:
         num_kv_tokens = max(self._num_kv_tokens, num_in_use if load.running else 0)
         if num_kv_tokens != candidate.num_kv_tokens:
             candidate.num_kv_tokens = num_kv_tokens
-            self._has_moved()
+            if self.moved is not None:
+                self.moved.add(self)
         held = max(self._num_reserved_tokens, num_in_use)
         # An empty worker accepts any sequence that fits at all. A worker that reports no blocks has unknown room.
         is_known = held and load.blocks.total

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
+from operator import itemgetter
 from statistics import mode
+
+import xxhash
 
 from baton import wire
 from baton.blocks import HASH_BLOCK
@@ -88,6 +92,8 @@ class PoolView:
         """Loads of the workers above by id; empty if there are few."""
         self._holders: dict[str, dict[str, None]] = {}
         """Digest of an adapter -> workers that hold or load it; empty if there are few."""
+        self._rings: dict[Role, list[tuple[int, Worker]]] = {}
+        """Role -> workers that take images, by their places; empty until they are needed, and if there are few."""
         self._lacking: dict[str, frozenset[str]] = {}
         """Worker of an older release -> fields that it does not know."""
         self._without_adapters: frozenset[str] = frozenset()
@@ -171,7 +177,7 @@ class PoolView:
             self._orders.close()
             self._orders = None
         self._by_id = {book.worker_id: book for book in books} if is_large else {}
-        self._holders = {}
+        self._holders, self._rings = {}, {}
         if is_large:
             self._orders = self._orders or LoadOrders()
             self._orders.adopt(self._ready, now)
@@ -392,6 +398,25 @@ class PoolView:
             begin = session_of(prompt) % len(holders)
             holders = (holders[begin:] + holders[:begin])[:MAX_HOLDERS]
         return holders
+
+    def for_images(self, role: Role, seed: int) -> list[Worker]:
+        """Return the trusted workers that take images: those of a role, or if it has none, all.
+
+        Of many workers it returns a sample, which the seed determines and which hardly changes when workers come or go.
+        """
+        if self._orders is None:
+            found = [worker for worker in self.workers if worker.info.takes_images and self.is_trusted(worker)]
+            return [worker for worker in found if worker.info.role is role] or found
+        if not self._rings:
+            ready = [(book.place, self._workers[book.worker_id]) for book in self._ready]
+            takers = sorted(((place, worker) for place, worker in ready if worker.info.takes_images), key=itemgetter(0))
+            rings = {each: [entry for entry in takers if entry[1].info.role is each] for each in Role}
+            self._rings = {each: ring or takers for each, ring in rings.items()}
+        ring, found = self._rings[role], []
+        for _ in range(MAX_HOLDERS if ring else 0):
+            seed = xxhash.xxh64_intdigest(seed.to_bytes(8, "little"))
+            found.append(ring[bisect_left(ring, seed, key=itemgetter(0)) % len(ring)][1])
+        return [worker for worker in dict.fromkeys(found) if self.is_trusted(worker)]
 
     def wait_s(self, worker: Worker, turn: Turn) -> float:
         """Return the time to compute a worker's queued prompts whose turn is not after `turn`, in seconds."""

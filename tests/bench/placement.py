@@ -76,7 +76,8 @@ async def _decisions(
     def decide() -> None:
         prompt = next(cycle)
         entry = QueueEntry(tenant=DEFAULT_TENANT, priority=0, ttft_s=OBJECTIVE.ttft_s)
-        placement = place(prompt, pools.candidates(prompt, (0, False)), objective=OBJECTIVE)
+        candidates = pools.candidates(prompt, (0, False))
+        placement = place(prompt, candidates, objective=OBJECTIVE, rotates=not pools.is_large)
         assert placement is not None
         entry.is_placed(placement)
         gate.admit(entry, placement.prediction)

@@ -441,3 +441,29 @@ async def test_room_for_an_answer_is_found_among_many() -> None:
     await pool.view.update(workers)
     assert pool.view.with_room(1000, ()) == {"w77"}
     assert pool.view.with_room(1000, {"w77"}) == set()
+
+
+async def test_images_go_to_a_sample_of_many_workers_that_stays_the_same() -> None:
+    pool = Pool()
+
+    def leases(gone: int = -1) -> list[Worker]:
+        return [worker(n, takes_images=n % 4 < 2) for n in range(300) if n != gone]
+
+    async def sample(seed: int, role: Role = Role.PREFILL) -> list[str]:
+        return [each.info.id for each in pool.view.for_images(role, seed)]
+
+    await pool.view.update(leases())
+    before = await sample(7)
+    assert MAX_HOLDERS / 2 < len(before) <= MAX_HOLDERS
+    assert all(int(name[1:]) % 4 == 0 for name in before), "those of the role that take images"
+    assert before == await sample(7)
+    assert set(before) != set(await sample(8))
+    assert all(int(name[1:]) % 4 == 1 for name in await sample(7, Role.DECODE))
+    pool.view.suspect(pool.view.get(before[0]))
+    assert set(await sample(7)) == set(before[1:])
+    await pool.view.update(leases(gone=int(before[1][1:])))
+    assert len(set(await sample(7)) - set(before)) <= 1
+    await pool.view.update([worker(n, takes_images=n % 2 == 1) for n in range(300)])
+    assert all(int(name[1:]) % 2 for name in await sample(7)), "of the other role if there is none"
+    await pool.view.update([worker(n) for n in range(300)])
+    assert await sample(7) == []
