@@ -227,14 +227,13 @@ def place(
         not_from: ids of workers that must not be a source.
         loads_s: workers that would have to load the request's adapter, with the time for it in seconds.
         images: costs of the prompt's images; None: it has none.
-        rotates: whether a shortlist begins with different ones of equal candidates for different sessions; False: the
-            order of the candidates sees to that.
+        rotates: whether sessions begin with different ones of equal candidates; False: the order sees to that.
 
     Returns:
         The placement; None: no candidate fits the mode.
     """
     if len(candidates) > LARGE_POOL:
-        holders = [c for c in candidates if c.worker_id in images.saved_s] if images is not None else []
+        holders = [c for c in candidates if images is not None and c.worker_id in images.saved_s]
         candidates = _shortlist(candidates, session_of(prompt) if rotates else 0, loads_s)
         candidates += [candidate for candidate in holders if candidate not in candidates]
     costs = _Costs(
