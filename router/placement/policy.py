@@ -222,8 +222,7 @@ def place(
 
     Args:
         mode: "disaggregated", "aggregated", or "auto", which takes the one that is predicted to be faster.
-        pull_above_tokens: a prefix is pulled only if it exceeds the computing worker's own by at least this many tokens
-            (1 or more).
+        pull_above_tokens: number of tokens (1 or more) by which a pulled prefix exceeds the computing worker's own.
         not_from: ids of workers that must not be a source.
         loads_s: workers that would have to load the request's adapter, with the time for it in seconds.
         images: costs of the prompt's images; None: it has none.
