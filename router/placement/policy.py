@@ -224,12 +224,12 @@ def place(
         mode: "disaggregated", "aggregated", or "auto", which takes the one that is predicted to be faster.
         pull_above_tokens: number of tokens (1 or more) by which a pulled prefix exceeds the computing worker's own.
         not_from: ids of workers that must not be a source.
-        loads_s: workers that would have to load the request's adapter, with the time for it in seconds.
+        loads_s: workers that would have to load the adapter, with the seconds that it takes.
         images: costs of the prompt's images; None: it has none.
         rotates: whether sessions begin with different ones of equal candidates; False: the order sees to that.
 
     Returns:
-        The placement; None: no candidate fits the mode.
+        None if no candidate fits the mode.
     """
     if len(candidates) > LARGE_POOL:
         holders = [c for c in candidates if images is not None and c.worker_id in images.saved_s]
@@ -248,8 +248,7 @@ def place(
     pools = {role: [c for c in candidates if c.role is role and c.takes_work] for role in Role}
     decodes = costs.on_decode(pools[Role.DECODE])
     prefills = costs.on_prefill(pools[Role.PREFILL]) if mode != Mode.AGGREGATED else []
-    if loads_s:
-        _load_first((*prefills, *decodes), loads_s)
+    _load_first((*prefills, *decodes), loads_s)
     if not decodes or (mode == Mode.DISAGGREGATED and not prefills):
         return None
     considered = (*prefills, *decodes)
@@ -272,7 +271,7 @@ NUM_CACHED_TOKENS, WAIT_S, NUM_KV_TOKENS = map(attrgetter, ("num_cached_tokens",
 
 def _load_first(found: Iterable[Terms], loads_s: Mapping[str, float]) -> None:
     """Add the time to load the request's adapter to the costs of the candidates that do not hold it."""
-    for terms in found:
+    for terms in found if loads_s else ():
         terms.load_s = loads_s.get(terms.worker_id, 0.0)
         terms.first_s += terms.load_s
 
