@@ -227,8 +227,9 @@ def test_no_image_is_whatever_is_newest() -> None:
 
 def test_every_image_can_be_given_by_digest() -> None:
     for path in DOCKERFILES:
-        bases = re.findall(r"^FROM (python\S*)", path.read_text(), re.MULTILINE)
-        assert set(bases) == {"python:${PYTHON}"}, "--build-arg PYTHON=TAG@sha256:..."
+        bases = re.findall(r"^FROM (\S*(?:python|PYTHON)\S*)", path.read_text(), re.MULTILINE)
+        assert "\nARG PYTHON_IMAGE=python\n" in path.read_text()
+        assert set(bases) == {"${PYTHON_IMAGE}:${PYTHON}"}, "--build-arg PYTHON=TAG@sha256:..."
     for name, service in SERVICES.items():
         variable = "BATON_(ROUTER|WORKER)" if name in OURS else name.upper()
         assert re.fullmatch(rf"\$\{{{variable}_IMAGE:-[\w./-]+:[\w.-]+\}}", service["image"]), name
