@@ -43,7 +43,7 @@ from deploy.ray_pools.actor import RESOURCE
 from deploy.ray_pools.actors import RayActors
 from deploy.ray_pools.gpus import gpus_per_worker
 from deploy.scaling.autoscaler import Autoscaler
-from kvstore.index import Mirror, MirrorFollower, RedisConnection, RedisIndex
+from kvstore.index import CountingMirror, Mirror, MirrorFollower, RedisConnection, RedisIndex
 from kvstore.leases import RedisLeases
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         stack.push_async_callback(leases.close)
         index = RedisIndex(RedisConnection(config.index.url, tls=tls), content, keys=keys)
         stack.push_async_callback(index.close)
-        mirror = Mirror()
+        mirror = CountingMirror()
         follower = _follower(index, mirror, config.index)
         controller = Controller(
             config,
