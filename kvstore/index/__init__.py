@@ -12,7 +12,7 @@ from kvstore.index.memory import MemoryIndex, MemoryStore
 from kvstore.index.mirror import Applied, CountingMirror, Mirror, Owners
 from kvstore.index.protocol import PrefixIndex
 from kvstore.index.publisher import IndexPublisher
-from kvstore.index.redis import RedisIndex
+from kvstore.index.redis import RedisIndex, StreamBounds
 from kvstore.index.sealed import Seal
 
 __all__ = [
@@ -37,5 +37,6 @@ __all__ = [
     "RedisConnection",
     "RedisIndex",
     "Seal",
+    "StreamBounds",
     "Tier",
 ]

@@ -98,6 +98,7 @@ class CostlyRunner:
     computes = Computes()
     expert_tokens = ()
     num_start_tokens = 0
+    canvas_length = 0
 
     def __init__(self, shape: WorkerShape) -> None:
         self.spec = shape.spec

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from operator import itemgetter
 from statistics import mode
@@ -16,13 +16,16 @@ import xxhash
 from baton import wire
 from baton.blocks import HASH_BLOCK
 from baton.cluster import Role, Worker, WorkerInfo, WorkerState
-from baton.costs import StepCosts, least_of, lifted, typical
+from baton.costs import PRIOR, StepCosts, least_of, lifted, typical
 from baton.messages import Adapter, SequenceSpec
+from baton.tasks import paced
 from kvstore.index import Owners
 from router.placement import Candidate, Job, LoadTracker, Prompt, Residence, Turn
 from router.placement.order import LEAST_LOADED, LoadOrders
 from router.placement.policy import session_of
 
+SLICE_S = 0.002
+"""Time for which leases are adopted before other tasks run."""
 UNKNOWN_LENGTH = 2**31 - 1
 """Context window of a model that does not declare one: only the workers' limit applies."""
 SUSPICION_S = 10.0
@@ -73,7 +76,12 @@ class PoolView:
         self._lookup = lookup
         self._clock = clock
         self._longest = longest
+        self._leased: Mapping[str, Worker] = {}
+        """The latest leases, as they were read."""
         self._workers: dict[str, Worker] = {}
+        """The latest leases, with plausible costs."""
+        self._bounds = _Bounds()
+        self._updating = asyncio.Lock()
         self._max_model_len: int | None = None
         self._short: dict[str, int] = {}
         """Worker with a much lower limit than the others -> the longest sequence that it holds."""
@@ -129,11 +137,53 @@ class PoolView:
         return self._block_size
 
     async def update(self, workers: Collection[Worker]) -> None:
-        """Adopt the current leases; a worker without a lease is gone."""
-        least = least_of([worker.load.costs for worker in workers])
-        bounded = (_bounded(worker, least) for worker in workers)
-        self._workers = {worker.info.id: worker for worker in sorted(bounded, key=lambda worker: worker.info.id)}
-        infos = [worker.info for worker in self._workers.values()]
+        """Adopt the current leases; a worker without a lease is gone.
+
+        A lease that is the same object as at the last call, of an idle worker, costs next to nothing. Other tasks run
+        meanwhile; until the end, requests are placed by the former leases.
+        """
+        async with self._updating:
+            await self._adopt({worker.info.id: worker for worker in workers})
+        now = self._clock()
+        self._suspects = {who: until for who, until in self._suspects.items() if until > now}
+        self._leaving = {who: until for who, until in self._leaving.items() if until > now}
+        self._loading = {what: until for what, until in self._loading.items() if until > now}
+        self._order_loads(now)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _adopt(self, leased: Mapping[str, Worker]) -> None:
+        last, bounds = self._leased, self._bounds
+        changed = [worker for worker_id, worker in leased.items() if last.get(worker_id) is not worker]
+        is_described_alike = len(leased) == len(last) and all(
+            (former := last.get(worker.info.id)) is not None and former.info is worker.info for worker in changed
+        )
+        if not is_described_alike or any(last[w.info.id].load.costs != w.load.costs for w in changed):
+            bounds = await _Bounds.of(leased.values())
+        adopted: dict[str, Worker] = {}
+        loads: dict[tuple[str, int], LoadTracker] = {}
+        async for worker_id, worker in paced(sorted(leased.items()), SLICE_S):
+            is_same = last.get(worker_id) is worker and bounds == self._bounds
+            adopted[worker_id] = now = self._workers[worker_id] if is_same else _bounded(worker, bounds.least)
+            incarnation = worker_id, worker.info.epoch
+            book = self._loads.get(incarnation)
+            if book is None or not is_same or worker.load.queued_tokens or book.is_busy:
+                book = book or LoadTracker.of(now, self._residence)
+                book.report(now, bounds.usual[worker.info.role])
+            loads[incarnation] = book
+        # No task runs from here on: the view changes at once.
+        self._leased, self._workers, self._bounds = leased, adopted, bounds
+        # Keep the jobs of a worker whose lease is missing once: it must not look idle when the lease is back.
+        self._loads = {incarnation: book for incarnation, book in self._loads.items() if book.is_busy} | loads
+        if not is_described_alike:
+            self._describe([worker.info for worker in adopted.values()])
+        self._ready, self._draining = (
+            [loads[w.info.id, w.info.epoch] for w in adopted.values() if w.load.state is state]
+            for state in (WorkerState.READY, WorkerState.DRAINING)
+        )
+
+    def _describe(self, infos: Sequence[WorkerInfo]) -> None:
+        """Adopt what the workers' descriptions say."""
         lengths = {info.id: min(info.max_model_len, self._longest) for info in infos}
         self._short = self._much_shorter(infos, lengths)
         self._max_model_len = min((lengths[worker_id] for worker_id in lengths.keys() - self._short), default=None)
@@ -145,29 +195,6 @@ class PoolView:
         self._samplers = tuple(sorted({info.sampler for info in infos}))
         self._blind = frozenset(info.id for info in infos if not info.takes_images)
         self._image_placeholder = next((info.image_placeholder for info in infos if info.takes_images), None)
-        usual = {role: typical([w.load.costs for w in self._workers.values() if w.info.role is role]) for role in Role}
-        known = self._loads
-        # Keep the jobs of a worker whose lease is missing once: it must not look idle when the lease is back.
-        self._loads = {incarnation: book for incarnation, book in known.items() if book.is_busy}
-        for worker in self._workers.values():
-            incarnation = worker.info.id, worker.info.epoch
-            book = self._loads[incarnation] = known.get(incarnation) or LoadTracker.of(worker, self._residence)
-            book.report(worker, usual[worker.info.role])
-        self._ready, self._draining = (
-            [
-                self._loads[worker.info.id, worker.info.epoch]
-                for worker in self._workers.values()
-                if worker.load.state is state
-            ]
-            for state in (WorkerState.READY, WorkerState.DRAINING)
-        )
-        now = self._clock()
-        self._suspects = {who: until for who, until in self._suspects.items() if until > now}
-        self._leaving = {who: until for who, until in self._leaving.items() if until > now}
-        self._loading = {what: until for what, until in self._loading.items() if until > now}
-        self._order_loads(now)
-        async with self._changed:
-            self._changed.notify_all()
 
     def _order_loads(self, now: float) -> None:
         """Keep the loads of many workers in order."""
@@ -450,6 +477,26 @@ class PoolView:
         finally:
             if book is not None:
                 book.finished(job, self._clock())
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """What the workers' costs are compared with."""
+
+    least: StepCosts = PRIOR
+    """Lowest plausible costs."""
+    usual: Mapping[Role, StepCosts] = field(default_factory=dict)
+    """Typical costs in each role, of which each is plausible."""
+
+    @classmethod
+    async def of(cls, workers: Collection[Worker]) -> _Bounds:
+        least = least_of([worker.load.costs for worker in workers])
+        usual = {}
+        for role in Role:
+            await asyncio.sleep(0)
+            usual[role] = typical([lifted(w.load.costs, least) for w in workers if w.info.role is role])
+        await asyncio.sleep(0)
+        return cls(least, usual)
 
 
 def _bounded(worker: Worker, least: StepCosts) -> Worker:
