@@ -56,7 +56,7 @@ from deploy.kubernetes.node_plan import NodeLayout, NodePod, PlacedWorker, PodRo
 from deploy.kubernetes.serving_pool import PoolReport, PoolSpec
 from deploy.ray_pools.actors import RayActors
 from deploy.scaling.values import ScalingDecision
-from kvstore.index import Mirror
+from kvstore.index import CountingMirror
 from kvstore.leases import LeaseStore
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Controller:
         malformed: MalformedCount,
         actors: RayActors,
         leases: LeaseStore,
-        mirror: Mirror,
+        mirror: CountingMirror,
         path: Path,
         state: ControllerState,
         is_first: bool,

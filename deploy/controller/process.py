@@ -43,7 +43,7 @@ from deploy.ray_pools.actor import RESOURCE
 from deploy.ray_pools.actors import RayActors
 from deploy.ray_pools.gpus import gpus_per_worker, kept_gpus
 from deploy.scaling.autoscaler import Autoscaler
-from kvstore.index import Mirror, MirrorFollower, RedisConnection, RedisIndex
+from kvstore.index import CountingMirror, Mirror, MirrorFollower, RedisConnection, RedisIndex
 from kvstore.leases import RedisLeases, ReportedLoads
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         stack.push_async_callback(leases.close)
         index = RedisIndex(RedisConnection(config.index.url, tls=tls), content, keys=keys)
         stack.push_async_callback(index.close)
-        mirror = Mirror()
+        mirror = CountingMirror()
         follower = _follower(index, mirror, config.index, loads)
         controller = Controller(
             config,

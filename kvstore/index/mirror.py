@@ -15,6 +15,7 @@ names none of them: it returns the masks (`Owners`), from which the caller asks 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -122,8 +123,6 @@ class Mirror:
         self._few_owners = few_owners
         self._owners: dict[str, _Owner] = {}
         self._masks: dict[bytes, int] = {}
-        self._num_alone: dict[int, int] = {}
-        """Number of keys that have one bit only, by that bit."""
         self._worker_of: dict[int, str] = {}
         self._alive = 0
         self._used = 0
@@ -225,14 +224,6 @@ class Mirror:
         """Return the number of blocks that each known worker owns, including dead workers."""
         return {owner.worker_id: owner.num_keys[owner.bit] for owner in self._owners.values()}
 
-    def unique_blocks(self) -> dict[str, int]:
-        """Return the number of blocks that each live worker owns alone among the known workers.
-
-        A worker that has died counts until `forget` and `sweep` have removed it, and blocks that a worker no longer has
-        count until `sweep` has removed them.
-        """
-        return {owner.worker_id: self._num_alone.get(owner.bit, 0) for owner in self._owners.values() if owner.leased}
-
     def __len__(self) -> int:
         """Number of keys, including keys of retired bits only."""
         return len(self._masks)
@@ -248,20 +239,10 @@ class Mirror:
         num_seen = 0
         for key in islice(self._unswept, max_keys):
             num_seen += 1
-            before = self._masks.get(key, 0)
-            if before & self._sweeping:
-                mask = before & keep
-                if not before & (before - 1):
-                    self._num_alone[before] -= 1
-                if not mask:
-                    del self._masks[key]
-                    continue
-                self._masks[key] = mask
-                if not mask & (mask - 1):
-                    self._num_alone[mask] += 1
+            mask = self._masks.get(key, 0)
+            if mask & self._sweeping:
+                self._set_mask(key, mask & keep)
         if num_seen < max_keys:
-            for bit in _bits(self._sweeping):
-                del self._num_alone[bit]
             self._used &= keep
             self._sweeping = 0
         return bool(self._sweeping or self._retired)
@@ -273,19 +254,16 @@ class Mirror:
         assert len(set(bits)) == len(bits) == live.bit_count(), "two workers share a bit"
         assert live | self._retired | self._sweeping == self._used, "a bit is lost"
         assert not live & (self._retired | self._sweeping), "a bit is in use and retired"
-        counts, alone = dict.fromkeys(bits, 0), dict.fromkeys(_bits(self._used), 0)
+        counts = dict.fromkeys(bits, 0)
         for mask in self._masks.values():
             assert mask, "a key without an owner"
             assert not mask & ~self._used, "a key with an owner that does not exist"
-            if mask.bit_count() == 1:
-                alone[mask] += 1
             for bit in _bits(mask & live):
                 counts[bit] += 1
         for owner in self._owners.values():
             assert set(owner.num_keys) == {owner.bit, *([owner.parts] if owner.parts else [])}, "a bit without a role"
             assert all(counts[bit] == count for bit, count in owner.num_keys.items()), f"{owner.worker_id}: miscounted"
             assert bool(self._alive & owner.bit) == owner.leased, "the alive mask is wrong"
-        assert alone == self._num_alone, "the keys with one owner are miscounted"
         assert self._worker_of == {owner.bit: owner.worker_id for owner in self._owners.values()}, "bits misnamed"
         assert not self._alive & ~sum(self._worker_of), "a bit is alive without a worker"
 
@@ -355,7 +333,7 @@ class Mirror:
     def _new_bit(self, owner: _Owner) -> int:
         bit = ~self._used & (self._used + 1)  # the lowest that is free
         self._used |= bit
-        owner.num_keys[bit] = self._num_alone[bit] = 0
+        owner.num_keys[bit] = 0
         return bit
 
     def _kv_transfer(self, owner: _Owner, bit: int) -> None:
@@ -381,6 +359,53 @@ class Mirror:
         self._alive = self._alive | owner.bit if owner.leased else self._alive & ~owner.bit
 
     def _add(self, owner: _Owner, bit: int, keys: Iterable[bytes]) -> None:
+        masks = self._masks
+        num_new = 0
+        for key in keys:
+            mask = masks.get(key, 0)
+            if not mask & bit:
+                masks[key] = mask | bit
+                num_new += 1
+        owner.num_keys[bit] += num_new
+
+    def _remove(self, owner: _Owner, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            mask = self._masks.get(key, 0)
+            if mask & owner.bit:
+                self._set_mask(key, mask & ~owner.bit)
+                owner.num_keys[owner.bit] -= 1
+
+    def _set_mask(self, key: bytes, mask: int) -> None:
+        """Set a key's mask, from which bits are removed."""
+        if mask:
+            self._masks[key] = mask
+        else:
+            del self._masks[key]
+
+
+class CountingMirror(Mirror):
+    """Mirror that also counts the blocks that a worker owns alone. Events cost it a third more time."""
+
+    def __init__(self, few_owners: int = FEW_OWNERS) -> None:
+        super().__init__(few_owners)
+        self._num_alone: defaultdict[int, int] = defaultdict(int)
+        """Number of keys that have one bit only, by that bit."""
+
+    def unique_blocks(self) -> dict[str, int]:
+        """Return the number of blocks that each live worker owns alone among the known workers.
+
+        A worker that has died counts until `forget` and `sweep` have removed it, and blocks that a worker no longer has
+        count until `sweep` has removed them.
+        """
+        return {owner.worker_id: self._num_alone[owner.bit] for owner in self._owners.values() if owner.leased}
+
+    def check(self) -> None:
+        """See `Mirror.check`."""
+        super().check()
+        alone = Counter(mask for mask in self._masks.values() if mask.bit_count() == 1)
+        assert alone == +Counter(self._num_alone), "the keys with one owner are miscounted"
+
+    def _add(self, owner: _Owner, bit: int, keys: Iterable[bytes]) -> None:
         masks, num_alone = self._masks, self._num_alone
         num_new = num_first = 0
         for key in keys:
@@ -396,22 +421,13 @@ class Mirror:
         owner.num_keys[bit] += num_new + num_first
         num_alone[bit] += num_first
 
-    def _remove(self, owner: _Owner, keys: Iterable[bytes]) -> None:
-        masks, num_alone, bit = self._masks, self._num_alone, owner.bit
-        num_removed = num_last = 0
-        for key in keys:
-            mask = masks.get(key, 0)
-            if mask & bit:
-                num_removed += 1
-                if mask := mask ^ bit:
-                    masks[key] = mask
-                    if not mask & (mask - 1):
-                        num_alone[mask] += 1
-                else:
-                    del masks[key]
-                    num_last += 1
-        owner.num_keys[bit] -= num_removed
-        num_alone[bit] -= num_last
+    def _set_mask(self, key: bytes, mask: int) -> None:
+        before = self._masks[key]
+        if not before & (before - 1):
+            self._num_alone[before] -= 1
+        if mask and not mask & (mask - 1):
+            self._num_alone[mask] += 1
+        super()._set_mask(key, mask)
 
 
 def _bits(mask: int) -> Iterator[int]:

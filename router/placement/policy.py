@@ -248,10 +248,10 @@ def place(
     pools = {role: [c for c in candidates if c.role is role and c.takes_work] for role in Role}
     decodes = costs.on_decode(pools[Role.DECODE])
     prefills = costs.on_prefill(pools[Role.PREFILL]) if mode != Mode.AGGREGATED else []
-    _load_first((*prefills, *decodes), loads_s)
+    considered = (*prefills, *decodes)
+    _load_first(considered, loads_s)
     if not decodes or (mode == Mode.DISAGGREGATED and not prefills):
         return None
-    considered = (*prefills, *decodes)
     if prefills:
         prefill = costs.least(prefills, [terms.first_s for terms in prefills])
         decode = costs.least(decodes, [t.room_s + t.load_s + t.exposed_s + t.answer_s for t in decodes])

@@ -19,7 +19,15 @@ from baton.trust import Principal
 from deploy.controller.controller import Controller
 from deploy.controller.state import ControllerState
 from kvstore.adapters import RedisAdapters
-from kvstore.index import GarbageBook, IndexPublisher, Mirror, MirrorFollower, RedisConnection, RedisIndex
+from kvstore.index import (
+    CountingMirror,
+    GarbageBook,
+    IndexPublisher,
+    Mirror,
+    MirrorFollower,
+    RedisConnection,
+    RedisIndex,
+)
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper
 from router.admission import SloCounts
@@ -90,7 +98,7 @@ class Plane:
             malformed=MalformedCount(),
             actors=LocalActors(),
             leases=self.leases,
-            mirror=Mirror(),
+            mirror=CountingMirror(),
             path=folder / "state.json",
             state=state,
             is_first=False,

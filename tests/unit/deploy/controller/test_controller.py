@@ -31,7 +31,7 @@ from deploy.kubernetes.node_plan import NodeLayout, NodePod
 from deploy.kubernetes.serving_pool import PoolSpec
 from deploy.ray_pools import actors as ray_actors
 from deploy.ray_pools.actors import RayActors, Started
-from kvstore.index import MemoryStore, Mirror
+from kvstore.index import CountingMirror, MemoryStore
 from kvstore.leases import MemoryLeases
 from tests.integration.cluster import free_port
 from tests.support.builders import worker_info
@@ -160,7 +160,7 @@ class Bench:
             malformed=MalformedCount(),
             actors=self.actors,
             leases=self.leases,
-            mirror=Mirror(),
+            mirror=CountingMirror(),
             path=path,
             state=state,
             is_first=is_first,

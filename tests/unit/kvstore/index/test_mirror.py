@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.index import Applied, BlockEvent, Mirror, Op, Owners, Position
+from kvstore.index import Applied, BlockEvent, CountingMirror, Mirror, Op, Owners, Position
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -307,7 +307,7 @@ def test_random_events_give_what_a_naive_model_gives(
     few_owners: int,
 ) -> None:
     """The answers are the same whether a lookup names its workers or returns masks."""
-    mirror, naive = Mirror(few_owners), Naive()
+    mirror, naive = CountingMirror(few_owners), Naive()
     for step in history:
         if isinstance(step, dict):
             mirror.set_leased(step)
@@ -382,7 +382,8 @@ def test_late_answers_leave_nothing_wrong(seed: int) -> None:
         assert {n for n in range(3) if mirror.lookup(keys(n))} == owned
 
 
-def test_unique_blocks_are_those_that_no_other_worker_has(mirror: Mirror) -> None:
+def test_unique_blocks_are_those_that_no_other_worker_has() -> None:
+    mirror = CountingMirror()
     a, b, c = Worker("a", 1), Worker("b", 1), Worker("c", 1)
     apply(mirror, a.event(Op.STORED, 1, 2, 3, 4), b.event(Op.STORED, 1, 2), c.event(Op.STORED, 2, 3, 9))
     assert mirror.unique_blocks() == {"a": 1, "b": 0, "c": 1}
