@@ -85,7 +85,10 @@ def role(
     target: ClientOptions,
     force: Annotated[bool, typer.Option("--force", help="Change the role even if the pool becomes empty.")] = False,
 ) -> None:
-    """Move a worker with its cache to the other pool, and adjust the sizes of both pools."""
+    """Move a worker with its cache to the other pool, and adjust the sizes of both pools.
+
+    A worker keeps its engine, so this is refused if the engines of the pools differ: see `baton status`.
+    """
     from deploy.operator.orders import set_role
 
     with contextlib.closing(target.client()) as client:

@@ -54,4 +54,5 @@ class PoolSpecs:
             num_ready=num_serving(workers.values(), role),
             num_draining=phases.count(WorkerPhase.LEAVING),
             refusal=self.refusal,
+            engine=self._config.differing_settings(role),
         )

@@ -50,6 +50,8 @@ class PoolReport:
     num_draining: int
     refusal: str = ""
     """Reason why the requested size is not followed; empty: it is."""
+    engine: tuple[str, ...] = ()
+    """Settings of its workers' engine that differ from the other pool's, such as tensor_parallel=2."""
 
 
 def spec_of(role: Role, pool: Any) -> PoolSpec:
@@ -82,6 +84,9 @@ def status_of(spec: PoolSpec, report: PoolReport, before: Mapping[str, Any]) -> 
     elif not limit and spec.is_paused and report.desired != spec.size:
         limit = "paused: the size is not followed"
     is_ready = report.num_ready >= report.desired
+    serving = f"{report.num_ready} of {report.desired} workers serve"
+    if report.engine:
+        serving += f", with {', '.join(report.engine)}"
     return {
         "replicas": report.num_workers,
         "readyReplicas": report.num_ready,
@@ -90,7 +95,7 @@ def status_of(spec: PoolSpec, report: PoolReport, before: Mapping[str, Any]) -> 
         "selector": spec.selector,
         "observedGeneration": spec.generation,
         "conditions": [
-            _condition("Ready", is_ready, f"{report.num_ready} of {report.desired} workers serve", before),
+            _condition("Ready", is_ready, serving, before),
             _condition("Limited", bool(limit), limit or "the desired size is the one asked for", before),
         ],
     }

@@ -95,9 +95,10 @@ def set_role(
         Conflict: it is the last one.
     """
     began_s = time.monotonic()
-    workers = client.status()["workers"]
-    of_role = [worker for worker in workers if worker["role"] != role and worker["state"] == "ready"]
-    if not is_forced and [worker["id"] for worker in of_role] == [worker_id]:
+    status = client.status()
+    of_role = [worker for worker in status["workers"] if worker["role"] != role and worker["state"] == "ready"]
+    has_equal_engines = not any(pool.get("engine") for pool in status["pools"].values())  # else it is refused anyway
+    if not is_forced and has_equal_engines and [worker["id"] for worker in of_role] == [worker_id]:
         pool = of_role[0]["role"]
         raise Conflict(
             f"{worker_id} is the only {pool} worker, so its pool would be empty; start another one first (`baton scale "

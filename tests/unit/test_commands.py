@@ -13,7 +13,7 @@ import typer.main
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from baton.config import Config
+from baton.config import Config, PoolConfig
 from baton.config.load import NOT_SETTINGS, SHORT_NAMES
 from deploy.cli.app import app
 from tests.unit.test_docs import PAGES, ROOT
@@ -31,6 +31,8 @@ VARIABLES = {
     *NOT_SETTINGS,
     "BATON_PYTHON",  # of the dev container
 }
+OF_POOLS = {"pools.prefill", "pools.decode"} | {f"pools.ROLE.{each.name}" for each in dataclasses.fields(PoolConfig)}
+"""Settings in a section that is called as values of the chart are."""
 COMMANDS = typer.main.get_command(app)
 PLACEHOLDERS = {"N": "3", "L": "1.5", "--help": "", "HOST:PORT": "127.0.0.1:50051", "...": ""}
 RUN_BY = {
@@ -189,6 +191,7 @@ def test_values_of_the_chart_that_pages_name_are_there() -> None:
         named = re.findall(r"`((?:\w+\.)+\w+)`", (ROOT / page).read_text())
         values = [name.replace(".decode.", ".ROLE.") for name in named if name.partition(".")[0] in ours]
         values = [value.replace(".prefill.", ".ROLE.") for value in values]
+        values = [value for value in values if value not in OF_POOLS]
         assert [value for value in values if f"| `{value}" not in chart] == [], page
 
 

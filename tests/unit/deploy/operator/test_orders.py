@@ -17,9 +17,10 @@ class Client:
     def __init__(self, *workers: tuple[str, str, str]) -> None:
         self.workers = [dict(zip(("id", "role", "state"), worker, strict=True)) for worker in workers]
         self.ordered: list[tuple[str, str]] = []
+        self.engine: list[str] = []
 
     def status(self) -> dict[str, Any]:
-        return {"workers": self.workers}
+        return {"workers": self.workers, "pools": {"prefill": {}, "decode": {"engine": self.engine}}}
 
     def set_role(self, worker_id: str, role: str) -> None:
         self.ordered.append((worker_id, role))
@@ -37,6 +38,14 @@ def test_the_last_worker_of_a_pool_leaves_it_only_by_force() -> None:
     order(client, "w0", "decode", is_forced=True)
     order(client, "w1", "decode")
     assert client.ordered == [("w0", "decode"), ("w1", "decode")]
+
+
+def test_between_pools_of_different_engines_the_controller_says_why_not() -> None:
+    """Another worker of the pool, or force, would not help."""
+    client = Client(("w0", "prefill", "ready"))
+    client.engine = ["tensor_parallel=2"]
+    order(client, "w0", "decode")
+    assert client.ordered == [("w0", "decode")]
 
 
 def test_one_of_several_may_leave() -> None:
