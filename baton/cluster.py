@@ -18,7 +18,7 @@ try:
 except PackageNotFoundError:  # only the sources are there, as on a bare GPU machine
     VERSION = ""
 """Baton's version in this process."""
-MAX_WORKERS = 256
+MAX_WORKERS = 1024
 """Maximum number of workers of a cluster, in both pools together."""
 MAX_LISTED_ADAPTERS = 256
 """Maximum number of adapters in memory that a worker's lease lists, so that a lease stays short."""
@@ -272,6 +272,8 @@ class WorkerLoad:
     """Digests of the LoRA adapters in memory, at most `MAX_LISTED_ADAPTERS` of them."""
     adapter_load_s: float = 0.0
     """Time to load an adapter, in seconds, as measured; 0: it has loaded none."""
+    number: int = 0
+    """Number of this report of the worker, which rises with each change; 0: its release does not count them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,10 @@ from baton.errors import ModelLoadError
 from baton.plain_files import MAX_BYTES, open_plain, parse_json, read_plain
 
 CAUSAL = "ForCausalLM"
-CONTINUES_TEXT = (CAUSAL, "ForConditionalGeneration", "LMHeadModel")
+CONTINUES_TEXT = (CAUSAL, "ForConditionalGeneration", "LMHeadModel", "ForBlockDiffusion")
 """Ends of the names of architectures that may continue a text; the worker asks the model itself."""
+DIFFUSION = ("diffusion_gemma",)
+"""Types of models that draw their response by diffusion."""
 RUNNABLE_QUANTIZATIONS = ("fp8", "mxfp4")
 """Quantization methods whose weights transformers can dequantize by itself."""
 ELSEWHERE = ("configuration_files", "transformers_weights", "fusion_config")
@@ -135,6 +137,11 @@ def decoder_start_ids(folder: Path) -> tuple[int, ...]:
                 raise ModelLoadError(f"{folder} names {said!r:.40} as {name}; it must be a token id")
             found.append(said)
     return tuple(found)
+
+
+def denoises(folder: Path) -> bool:
+    """Return whether a model draws its response by diffusion, in blocks of tokens."""
+    return read_json(folder / "config.json").get("model_type") in DIFFUSION
 
 
 def require_runnable(folder: Path) -> None:

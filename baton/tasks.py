@@ -68,8 +68,8 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
             _drop_error(task)
 
 
-async def paced(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield items whose number, or the work with each, may be large: other tasks run after every `SLICE_S`.
+async def paced(items: Iterable[T], slice_s: float = SLICE_S) -> AsyncIterator[T]:
+    """Yield items whose number, or the work with each, may be large: other tasks run after every `slice_s`.
 
     async for lease in paced(leases):
         decode(lease)
@@ -77,7 +77,7 @@ async def paced(items: Iterable[T]) -> AsyncIterator[T]:
     began_s = time.monotonic()
     for item in items:
         yield item
-        if time.monotonic() - began_s >= SLICE_S:
+        if time.monotonic() - began_s >= slice_s:
             await asyncio.sleep(0)
             began_s = time.monotonic()
 

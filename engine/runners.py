@@ -12,7 +12,7 @@ from baton.cluster import fallback
 from baton.config import EngineConfig, ModelConfig
 from baton.errors import BatonError, ConfigError, ModelLoadError, NotNative
 from baton.gpus import refuse_silent_cpu, sign_of_gpu
-from baton.model_files import decoder_start_ids
+from baton.model_files import decoder_start_ids, denoises
 from baton.tokenizer_file import read_vocabulary
 from engine.core.draft_runner import DraftedRunner
 from engine.core.runner import Runner
@@ -88,6 +88,8 @@ def _require_alike(model: ModelConfig, engine: EngineConfig, runner: DraftedRunn
     for which, each in (("the model", target), (f"engine.draft_model {name}", draft)):
         if each.spec.states:
             raise ModelLoadError(f"{which} has recurrent state, which cannot be rolled back after a rejected draft")
+        if each.canvas_length:
+            raise ModelLoadError(f"{which} draws its response by diffusion, which has no drafts")
     if target.vocab_size != draft.vocab_size:
         sizes = f"{draft.vocab_size} tokens, and the model {target.vocab_size}"
         raise ModelLoadError(f"engine.draft_model {name} has {sizes}: drafts need the same vocabulary")
@@ -133,6 +135,12 @@ def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside: 
         model.require_exact("the model has an encoder and a decoder")
         logger.info("the model has an encoder for the prompt and a decoder for the answer, and runs on transformers")
         return EncoderDecoderRunner(model, engine, set_aside)
+    if denoises(Path(model.path)):
+        from engine.model.diffusion import WORDS, DiffusionRunner
+
+        model.require_exact(f"it is one of the {WORDS}")
+        logger.info("the model draws its response by diffusion, and runs on transformers")
+        return DiffusionRunner(model, engine, set_aside)
     if model.weights != "fp8":
         model.require_exact(why)
     from engine.model.transformers_runner import TransformersRunner

@@ -131,6 +131,7 @@ class ArithmeticRunner:
         self.eos_token_ids = eos_token_ids
         self.layer_s = layer_s
         self.num_start_tokens = 0
+        self.canvas_length = 0
         self.token_s = token_s
         self._last_tokens = LastTokens()
         self.max_adapters = max_adapters

@@ -27,7 +27,7 @@ from baton.trust import KeyFile, Principal, open_keys
 from baton.v1 import admin_pb2_grpc
 from kvstore.adapters import RedisAdapters
 from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, RedisIndex, Seal
-from kvstore.leases import RedisLeases, RedisRecords
+from kvstore.leases import RedisLeases, RedisRecords, ReportedLoads
 from router.admission import Accounts, Ledger, Limiter, ModelFacts, RedisLedger, SloCounts
 from router.admission.tenants import TenantBook
 from router.admission.tenants_file import TenantsFile
@@ -90,16 +90,18 @@ class _Store:
         connections = (RedisConnection(settings.url, garbage, tls=tls) for _ in range(6))
         redis, own, records, counts, marks, history = connections
         index = RedisIndex(own, content, keys=keys)
+        loads = ReportedLoads(redis)
         follower = MirrorFollower(
             index,
             mirror,
             poll_s=settings.poll_s,
             lease_s=settings.lease_s,
             blocks_ttl_s=settings.blocks_ttl_s,
+            on_load=loads.report,
         )
         return _Store(
             redis=redis,
-            leases=RedisLeases(redis, content, lease_s=settings.lease_s, keys=keys),
+            leases=RedisLeases(redis, content, lease_s=settings.lease_s, keys=keys, loads=loads),
             index=index,
             mirror=mirror,
             follower=follower,

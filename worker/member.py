@@ -30,8 +30,9 @@ from engine.core.outputs import EngineEvent, Idle
 from engine.core.runner import Runner
 from engine.core.scheduler import SchedulerLimits
 from engine.core.serving import ServingEngine
-from kvstore.index import IndexPublisher, RedisConnection, RedisIndex
+from kvstore.index import IndexPublisher, RedisConnection, RedisIndex, StreamBounds
 from kvstore.leases import LeaseKeeper, LeaseStore, RedisLeases
+from kvstore.leases.codec import encode_load
 from kvstore.transfer.copy.kernel_choice import kernels_of, why_not_kernels
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker
@@ -97,6 +98,8 @@ class Member:
         self._info: WorkerInfo | None = None
         self._computes = replace(runner.computes, plans_ahead=batch.plans_ahead)
         self._malformed = MalformedCount()
+        self._measured_last: WorkerLoad | None = None
+        self._num_loads = 0
 
     @property
     def info(self) -> WorkerInfo:
@@ -139,7 +142,11 @@ class Member:
                 RedisConnection(settings.url, tls=self.tls),
                 self.content_id,
                 blocks_ttl_s=settings.blocks_ttl_s,
-                stream_max_events=settings.stream_max_events,
+                stream=StreamBounds(
+                    max_events=settings.stream_max_events,
+                    max_bytes=settings.stream_max_bytes,
+                    max_age_s=settings.stream_max_age_s,
+                ),
                 keys=self.keys,
             )
             stack.push_async_callback(index.close)
@@ -152,7 +159,7 @@ class Member:
             )
             stack.push_async_callback(leases.close)
             stack.push_async_callback(self.kv.close)
-            keeper = self._keeper = LeaseKeeper(leases, self.worker_id, renew_s=settings.renew_s)
+            keeper = self._keeper = LeaseKeeper(leases, self.worker_id, renew_s=settings.renew_s, report=self._report)
             epoch = await keeper.acquire()
             stack.push_async_callback(keeper.close)
             self._info = self._introduced(epoch, port)
@@ -258,7 +265,19 @@ class Member:
         copies = "torch" if is_by_torch else "kernels"
         return replace(self.info, computes=replace(computes, kv_copies=copies, fallbacks=fallbacks))
 
+    def _report(self, load: WorkerLoad) -> bool:
+        """Report a load with the next event; returns False if the lease must be renewed instead."""
+        return self._publisher is not None and self._publisher.report(load.number, encode_load(load))
+
     def _load(self) -> WorkerLoad:
+        """Return the present load, with a number that rises whenever it has changed."""
+        load = self._measured()
+        if load != self._measured_last:
+            self._measured_last = load
+            self._num_loads += 1
+        return replace(load, number=self._num_loads)
+
+    def _measured(self) -> WorkerLoad:
         load = self.loop.load()
         return WorkerLoad(
             state=self._state,

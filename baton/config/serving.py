@@ -51,12 +51,17 @@ class IndexConfig:
     starts, so the path must be the same on every machine."""
     lease_s: Float = 10.0
     """Duration of a lease. A process that has not renewed its lease for this long is considered dead."""
-    renew_s: Float = 1.0
-    """Interval at which leases are renewed."""
+    renew_s: Float = 3.0
+    """Interval at which leases are renewed. A changed state is reported at once, and a changed load within a second. If
+    the interval is more than a third of `lease_s`, a short interruption of Redis ends leases."""
     blocks_ttl_s: Float = 60.0
     """Time after which the block set of a dead worker is deleted."""
     stream_max_events: Int = 100_000
     """Number of index changes that Redis keeps in its stream; a router that falls behind catches up from it."""
+    stream_max_bytes: AtLeastOne = 64 * 2**20
+    """Size of that stream in bytes. It must be well below the memory limit of Redis."""
+    stream_max_age_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 60.0
+    """Age of the oldest change in that stream."""
     poll_s: Float = 1.0
     """Interval at which each router reads the leases."""
 

@@ -76,6 +76,10 @@ class KeyRing:
             return False
         return True
 
+    def knows(self, member: Principal, signature: bytes) -> bool:
+        """Return whether the key that has made a signature is still a valid one of that member."""
+        return signature[:KEY_ID_BYTES] in self.public[member]
+
     def beside(self, former: KeyRing) -> KeyRing:
         """Return these keys, with another ring's public ones after them."""
         public = {member: {**self.public[member], **former.public[member]} for member in Principal}

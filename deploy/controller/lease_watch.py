@@ -86,7 +86,7 @@ class LeaseWatch:
             except StoreUnavailable as error:
                 logger.debug("Redis is unreachable; continuing with the last known state: %s", error)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.renew_s):
+                async with asyncio.timeout(min(self._config.renew_s, self._config.poll_s)):
                     await self.publish_due.wait()
 
     def _learn(self, leases: Mapping[str, Worker | None], boot: str, now_s: float) -> None:

@@ -44,7 +44,7 @@ from deploy.ray_pools.actors import RayActors
 from deploy.ray_pools.gpus import gpus_per_worker, kept_gpus
 from deploy.scaling.autoscaler import Autoscaler
 from kvstore.index import Mirror, MirrorFollower, RedisConnection, RedisIndex
-from kvstore.leases import RedisLeases
+from kvstore.leases import RedisLeases, ReportedLoads
 
 logger = logging.getLogger(__name__)
 SERVICE_NAMES = ("baton.v1.Admin",)
@@ -122,12 +122,13 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
             incarnation=incarnation,
         )
         redis = RedisConnection(config.index.url, tls=tls)
-        leases = RedisLeases(redis, content, lease_s=config.index.lease_s, keys=keys)
+        loads = ReportedLoads(redis)
+        leases = RedisLeases(redis, content, lease_s=config.index.lease_s, keys=keys, loads=loads)
         stack.push_async_callback(leases.close)
         index = RedisIndex(RedisConnection(config.index.url, tls=tls), content, keys=keys)
         stack.push_async_callback(index.close)
         mirror = Mirror()
-        follower = _follower(index, mirror, config.index)
+        follower = _follower(index, mirror, config.index, loads)
         controller = Controller(
             config,
             me=me,
@@ -151,8 +152,15 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
             await controller.let_go()
 
 
-def _follower(index: RedisIndex, mirror: Mirror, config: IndexConfig) -> MirrorFollower:
-    return MirrorFollower(index, mirror, poll_s=config.poll_s, lease_s=config.lease_s, blocks_ttl_s=config.blocks_ttl_s)
+def _follower(index: RedisIndex, mirror: Mirror, config: IndexConfig, loads: ReportedLoads) -> MirrorFollower:
+    return MirrorFollower(
+        index,
+        mirror,
+        poll_s=config.poll_s,
+        lease_s=config.lease_s,
+        blocks_ttl_s=config.blocks_ttl_s,
+        on_load=loads.report,
+    )
 
 
 def _workers_config(config: Config, arguments: Arguments) -> Config:

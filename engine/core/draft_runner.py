@@ -58,6 +58,7 @@ class DraftedRunner:
         computes, fallbacks = target.computes, [f"draft model, {each}" for each in draft.computes.fallbacks]
         self.computes = replace(computes, fallbacks=(*computes.fallbacks, *fallbacks))
         self.num_start_tokens = target.num_start_tokens
+        self.canvas_length = target.canvas_length
         self.token_s = target.token_s + draft.token_s
         self.max_adapters = target.max_adapters
         self.images = target.images

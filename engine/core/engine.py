@@ -49,6 +49,7 @@ class Engine:
     def __init__(self, runner: Runner, limits: SchedulerLimits) -> None:
         self.runner = runner
         self.pool = GroupPool(runner.spec, runner.num_blocks)
+        limits = limits.with_canvases(runner.canvas_length)
         drafter = drafter_of(runner, limits.max_draft_tokens, limits.max_num_batched_tokens)
         self.scheduler = Scheduler(self.pool, limits, drafter)
         self._draft_model = None if drafter is None else drafter.model
@@ -76,6 +77,7 @@ class Engine:
         require_computable(spec, self.runner)
         assert bool(adapter) == needs_adapter(spec, purpose), "a sequence has no slot for its adapter"
         sequence = Sequence(spec=spec, purpose=purpose, arrival_s=now, adapter=adapter)
+        sequence.only_computes = purpose is Purpose.PREFILL and self.runner.canvas_length > 0
         if spec.sampling.use_beam_search and purpose is not Purpose.PREFILL and spec.max_tokens:
             require_searchable(spec, purpose, self.runner, self.scheduler.limits.max_num_seqs)
             state = BeamSearch.of(spec, self.runner.eos_token_ids, self.runner.max_model_len)
@@ -196,6 +198,8 @@ class Engine:
             begins_s: time at which it is expected to end.
         """
         sequences = [self.sequences[part.sequence_key] for part in step.parts]
+        if self.runner.canvas_length:
+            return None  # the number of new tokens is not known before
         if not ahead.is_possible(step, sequences, self.scheduler):
             return None
         for part, sequence in zip(step.parts, sequences, strict=True):
@@ -274,7 +278,7 @@ class Engine:
                 if sequence.in_flight:  # its table may change, but the step planned ahead reads the old one's blocks
                     self._read_by_next.append(self._pins.take(self.scheduler.blocks.unregistered(sequence)))
                 self.scheduler.blocks.register_computed(sequence)
-            if not token_ids:
+            if not token_ids and not (sequence.only_computes and num_computed_tokens == num_known):
                 continue
             report = None
             if not sequence.first_token_s:

@@ -25,6 +25,8 @@ class StepPlan:
 
     budget: int
     """Tokens that may still be added."""
+    canvas_length: int = 0
+    """Tokens that the step computes beside those of each part that samples."""
     sequences: list[Sequence] = field(default_factory=list)
     parts: list[StepPart] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
@@ -33,4 +35,4 @@ class StepPlan:
         """Add one sequence's part to the step."""
         self.sequences.append(sequence)
         self.parts.append(part)
-        self.budget -= len(part.token_ids)
+        self.budget -= len(part.token_ids) + self.canvas_length * part.sample

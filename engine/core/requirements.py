@@ -7,9 +7,18 @@ from __future__ import annotations
 
 from baton.errors import InvalidRequest, TransferRefused, Unsupported
 from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
 from engine.core.image_store import ImageStore
 from engine.core.runner import Runner
 from engine.core.sequence import Purpose
+
+NEUTRAL = SamplingParams()
+ONE_BY_ONE = (
+    "top_k", "top_p", "min_p", "typical_p", "logprobs", "logprob_token_ids", "prompt_logprobs", "min_tokens",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_word_ids", "allowed_token_ids",
+    "dry_multiplier", "xtc_probability", "structured_outputs", "thinking_budget", "use_beam_search",
+)  # fmt: skip
+"""Sampling parameters without a meaning for a canvas, whose tokens are drawn together."""
 
 
 def require_computable(spec: SequenceSpec, runner: Runner) -> None:
@@ -28,6 +37,8 @@ def require_computable(spec: SequenceSpec, runner: Runner) -> None:
             raise InvalidRequest("prompt_logprobs needs a model that continues its prompt; this one encodes it")
         if spec.num_prompt_tokens <= runner.num_start_tokens:
             raise InvalidRequest("the prompt is empty; send at least one token")
+    if runner.canvas_length:
+        _require_drawn_together(spec.sampling, runner.canvas_length)
     begun = (beam.token_ids for beam in (*spec.hypotheses.running, *spec.hypotheses.finished))
     for ids in (spec.token_ids, *spec.sampling.named_token_ids.values(), *begun):
         if ids and not (min(ids) >= 0 and max(ids) < runner.vocab_size):
@@ -37,6 +48,16 @@ def require_computable(spec: SequenceSpec, runner: Runner) -> None:
             )
     if spec.images:
         images_of(runner).require_placed(spec)
+
+
+def _require_drawn_together(params: SamplingParams, canvas_length: int) -> None:
+    """Raise InvalidRequest for parameters that need tokens to be drawn one after another."""
+    for name in ONE_BY_ONE:
+        if getattr(params, name) != getattr(NEUTRAL, name):
+            raise InvalidRequest(
+                f"{name} needs a model that draws one token after another; this one draws {canvas_length} together, "
+                "and takes temperature, seed, stop and lengths"
+            )
 
 
 def images_of(runner: Runner) -> ImageStore:

@@ -340,6 +340,9 @@ class Runner(Protocol):
     """Images of its sequences' prompts; a text: the reason why it takes none."""
     num_start_tokens: int
     """Tokens at the end of a prompt with which the decoder starts, if an encoder reads the others; 0: no encoder."""
+    canvas_length: int
+    """Tokens of a canvas: blocks of so many are drawn together, over several steps in which the sequence has no new
+    token and its last one does not become computed; 0: each step draws a token."""
     token_s: float
     """Seconds per token in the runner's first trial step; 0: that says nothing about later steps."""
     max_adapters: int

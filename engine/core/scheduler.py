@@ -45,6 +45,15 @@ class SchedulerLimits:
     """Maximum number of drafts that a step checks per sequence, in addition to its next token."""
     snapshot_tokens: int = 1024
     """Tokens between two snapshots of states."""
+    canvas_length: int = 0
+    """See `Runner.canvas_length`. A step computes so many tokens beside those of each part that samples."""
+
+    def with_canvases(self, length: int) -> SchedulerLimits:
+        """Return the limits for canvases of this length: so many sequences that a step has room for all canvases."""
+        if not length:
+            return self
+        most = max(1, self.max_num_batched_tokens // length)
+        return replace(self, canvas_length=length, max_num_seqs=min(self.max_num_seqs, most), max_draft_tokens=0)
 
 
 class Scheduler:
@@ -89,7 +98,7 @@ class Scheduler:
         Args:
             may_draft: whether the last tokens of all sequences are known.
         """
-        plan = StepPlan(budget=self.limits.max_num_batched_tokens)
+        plan = StepPlan(budget=self.limits.max_num_batched_tokens, canvas_length=self.limits.canvas_length)
         self._preempted = []
         self._plan(plan, now)
         if self.drafter is not None and may_draft and plan.budget > 0:

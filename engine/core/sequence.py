@@ -117,6 +117,8 @@ class Sequence:
     """Tokens of its prompt and its whole response, limited by the model's maximum length."""
     stop_token_ids: tuple[int, ...] = field(init=False)
     """Tokens that end its response, in addition to those that end every response."""
+    only_computes: bool = False
+    """True if only its KV is computed here: no token is drawn after it."""
     needs_history: bool = field(init=False)
     """True if its draws depend on the tokens before them."""
     ngrams: NgramIndex | None = None
@@ -246,7 +248,7 @@ class Sequence:
         assert num_tokens > 0, f"{self.sequence_id} is scheduled with nothing to compute"
         token_ids, spec, tables = self.token_ids, self.spec, self.block_ids
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
-        samples = end == len(token_ids)
+        samples = end == len(token_ids) and not self.only_computes
         scores_prompt = not self.first_token_s and self.scores_prompt
         return StepPart.__new__(  # calling the class instead takes half as long again
             StepPart,

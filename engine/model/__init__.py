@@ -3,8 +3,9 @@
 `transformers_runner` runs a Hugging Face model with paged attention (`attention`; on a GPU `kernel_attention`, with
 decodes by `flashinfer_attention` if configured), on several ranks if configured (`ranks`). Which models it can run and
 what their layers keep, it asks the model (`asking`), and checks with the weights (`self_check`). It is a `Runner` of
-`engine.core`. Images are decoded in `image_reader`, and computed in `images`. `logits_runner` is the part that it
-shares with `engine.native`.
+`engine.core`. Images are decoded in `image_reader`, and computed in `images`. Two more runners have passes of their own
+and read K and V by position (`pages`): `encoder_decoder`, and `diffusion`, which denoises canvases (`canvas`).
+`logits_runner` is the part that all of them share with `engine.native`.
 """
 
 __all__ = [
@@ -15,8 +16,10 @@ __all__ = [
     "attention_probe",
     "attention_step",
     "batch_invariance",
+    "canvas",
     "decode_graphs",
     "device_memory",
+    "diffusion",
     "encoder_decoder",
     "expert_load",
     "flashinfer_attention",
@@ -36,6 +39,7 @@ __all__ = [
     "last_tokens",
     "latent",
     "logits_runner",
+    "pages",
     "pretrained",
     "rank_step",
     "ranks",

@@ -68,6 +68,10 @@ AUTO_CLASSES = (
 INDEXER = "indexer_keys"
 """Attribute of cache layers whose attention chooses the tokens that it sees (DeepSeek V3.2)."""
 LONG = "original_max_position_embeddings"
+DENOISES, ENCODER = "DiffusionGemmaForBlockDiffusion", "model.encoder.language_model"
+"""Transformers' class of models that denoise a canvas, and the name of its encoder."""
+CANVAS = "canvas_length"
+"""Field of the configuration of models that denoise a canvas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +123,8 @@ def ask(config: Any, *, sees: bool = False) -> AskedModel:
     """
     if config.is_encoder_decoder is True:
         return _ask_decoder(config)
+    if hasattr(config, CANVAS):
+        return _ask_diffusion(config)
     text = config.get_text_config(decoder=True)
     require_known_rope(text)
     auto_class = _auto_class(config, sees=sees)
@@ -183,6 +189,40 @@ def _ask_decoder(config: Any) -> AskedModel:
     return AskedModel(
         type(model), ModelShape(config=config.get_text_config(decoder=True), layers=layers), num_parameters
     )
+
+
+def _ask_diffusion(config: Any) -> AskedModel:
+    """Ask a model whose encoder reads the text and whose decoder denoises a canvas; see `ask`.
+
+    The encoder's layers are asked. The decoder has the same ones and keeps nothing.
+    """
+    kind, length = config.model_type, getattr(config, CANVAS)
+    if type(length) is not int or length < 1:
+        raise ModelLoadError(f"config.json says {length!r:.40} as {CANVAS}; it must be a number of tokens")
+    if config.architectures not in (None, [], [DENOISES]) or kind not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+        raise ModelLoadError(f"models of type {kind!r} denoise a canvas, and only a {DENOISES} is supported")
+    text = config.get_text_config(decoder=True)
+    require_known_rope(text)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForMultimodalLM.from_config(
+                config, attn_implementation=NOTES, dtype=ASKED_IN, trust_remote_code=False
+            ).eval()
+        encoder = model.get_submodule(ENCODER)
+    except Exception as error:  # the model's own code
+        raise ModelLoadError(f"transformers cannot make the model of config.json: {in_one_line(error)}") from error
+    notes, cache, _ = _asked(encoder, text)
+    longest = getattr(text, "max_position_embeddings", None)
+    found = ((index, _layer(index, notes, cache, longest)) for index in range(text.num_hidden_layers))
+    layers = {index: layer for index, layer in found if layer is not None}
+    if any(layer.is_latent or layer.source is not None for layer in layers.values()) or any(
+        call.honours for call in notes.calls.values()
+    ):
+        raise ModelLoadError(f"models of type {kind!r} are not supported: their attention has terms not known here")
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    above = model.get_submodule(ENCODER.rpartition(".")[0])
+    unused = tuple(f"{ENCODER.rpartition('.')[0]}.{name}" for name, _ in above.named_children() if name not in ENCODER)
+    return AskedModel(type(model), ModelShape(config=text, layers=layers), num_parameters, unused)
 
 
 def divides_heads(plan: Mapping[str, str] | None) -> bool:

@@ -18,22 +18,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from baton.errors import ConfigError, ModelLoadError, in_one_line
+from baton.errors import ModelLoadError, in_one_line
 from baton.model_files import decoder_start_ids
 from engine.core.runner import OnLayerDone, StepPart, ignore_layer
 from engine.model import pretrained
-from engine.model.asking import AskedModel
-from engine.model.kv_cache import KVCache, rounded, torch_dtype
-from engine.model.logits_runner import LogitsRunner
+from engine.model.logits_runner import LogitsRunner, refuse_settings
+from engine.model.pages import Pages
 from engine.model.rank_step import RankStep
 from engine.model.self_check import ENDS, TOLERANCE, own_pair_logits, probe_tokens, shares, steps
-from engine.model.transformers_model import load_config, require_complete
+from engine.model.transformers_model import load_config, load_whole
 
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
@@ -41,44 +40,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 ATTENTION = "eager"
 """Implementation of transformers' attention that all these models support, including their position biases."""
-UNSUPPORTED = ("tensor_parallel", "expert_parallel", "batch_invariant", "attention", "draft_model", "max_adapters")
-"""Settings that are refused for these models."""
 DEFAULT_LENGTH = 512
 """Maximum number of tokens of models without a limit of their own, such as T5."""
 ROUNDED_TOLERANCE = 0.1
 """Largest difference from the model's own logits with 16-bit weights; see `self_check.TOLERANCE`."""
-
-
-class Pages:
-    """K and V of one layer of a cache with one group, by position in a sequence.
-
-    Args:
-        cache: cache with K and V pages.
-        index: index of the layer in the group.
-    """
-
-    def __init__(self, cache: KVCache, index: int) -> None:
-        group, self._size = cache.spec.groups[0], cache.spec.groups[0].block_size
-        pages = cache.groups[0][index].view(-1, group.num_kv_heads, group.page_numel)
-        keys, shape = self._size * group.k_dim, (*pages.shape[:2], self._size)
-        self._pages = (
-            pages[..., :keys].view(*shape, group.k_dim),
-            pages[..., keys:].view(*shape, group.v_dim),
-        )
-
-    def read(self, table: torch.Tensor, begin: int, end: int) -> tuple[torch.Tensor, ...]:
-        """Return K and V of positions `begin` to `end`, each `[1, heads, tokens, dim]`."""
-        first = begin // self._size
-        blocks = table[first : -(-end // self._size)]
-        within = slice(begin - first * self._size, end - first * self._size)
-        return tuple(pages[blocks].transpose(0, 1).flatten(1, 2)[None, :, within] for pages in self._pages)
-
-    def write(self, table: torch.Tensor, begin: int, *values: torch.Tensor) -> None:
-        """Write K and V, each `[1, heads, tokens, dim]`, to the positions from `begin` on."""
-        places = torch.arange(begin, begin + values[0].shape[2], device=table.device)
-        blocks, within = table[places // self._size], places % self._size
-        for pages, new in zip(self._pages, values, strict=True):
-            pages[blocks, :, within] = rounded(new[0].transpose(0, 1), pages.dtype)
 
 
 class EncoderDecoderRunner(LogitsRunner):
@@ -93,9 +58,7 @@ class EncoderDecoderRunner(LogitsRunner):
     name = "transformers"
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, set_aside: int = 0) -> None:
-        engine.refuse_unknown(UNSUPPORTED, "models with an encoder and a decoder")
-        if engine.kv_dtype in ("int8", "fp8"):
-            raise ConfigError(f"engine.kv_dtype {engine.kv_dtype} needs a model without an encoder; set it to auto")
+        refuse_settings(engine, "models with an encoder and a decoder")
         self._set_aside = set_aside
         folder, config = Path(model.path), load_config(model.path)
         if not getattr(config, "max_position_embeddings", None):
@@ -105,27 +68,15 @@ class EncoderDecoderRunner(LogitsRunner):
         super().__init__(model, engine, asked.shape, [torch.device("cuda" if on_gpu else "cpu")])
         self.num_start_tokens = len(decoder_start_ids(folder))
         self._take_prompts_whole()
-        self._load(model, engine, config, asked)
-        self._pages = [Pages(self.cache, index) for index in range(len(self.spec.groups[0].layers))]
+        torch.set_num_threads(engine.num_threads)
+        self._model = load_whole(model.path, config, asked, ATTENTION, self.dtype).to(self.cache.device)
+        self._pages = [Pages(self.cache, 0, index) for index in range(len(self.spec.groups[0].layers))]
         self._require_own_logits()
         self._warm_up(self._compute)
         self._structures.load()
 
     def close(self) -> None:
         """See `Runner.close`."""
-
-    def _load(self, model: ModelConfig, engine: EngineConfig, config: Any, asked: AskedModel) -> None:
-        torch.set_num_threads(engine.num_threads)
-        try:
-            self._model, report = pretrained.load_model(
-                Path(model.path), config, asked, ATTENTION, dtype=torch_dtype(self.dtype)
-            )
-        except ModelLoadError:
-            raise
-        except Exception as error:  # the library raises no narrower class
-            raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
-        require_complete(model.path, type(self._model).__name__, report)
-        self._model.to(self.cache.device).eval()
 
     @torch.inference_mode()
     def _compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:

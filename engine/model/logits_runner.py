@@ -16,7 +16,7 @@ import torch
 
 from baton.adapters import AdapterFacts
 from baton.cluster import Computes
-from baton.errors import ModelLoadError, in_one_line
+from baton.errors import ConfigError, ModelLoadError, in_one_line
 from baton.memory import GIB, PROCESS_BYTES, Room, adapters_bytes, available_memory, weights_bytes
 from baton.messages import Adapter
 from baton.sampling import SamplingParams
@@ -53,6 +53,10 @@ if TYPE_CHECKING:
 WARM_UP_TOKENS = 64
 NO_SAMPLING = SamplingParams(temperature=0.0)
 """Parameters of a part whose tokens are not sampled by a request."""
+OF_PACKED_STEPS = (
+    "tensor_parallel", "expert_parallel", "batch_invariant", "attention", "draft_model", "max_adapters",
+)  # fmt: skip
+"""Settings that need packed steps over the pages, which runners with passes of their own do not have."""
 
 
 class LogitsRunner(ABC):
@@ -76,6 +80,8 @@ class LogitsRunner(ABC):
     """See `Runner.images`."""
     num_start_tokens = 0
     """See `Runner.num_start_tokens`."""
+    canvas_length = 0
+    """See `Runner.canvas_length`."""
     token_s = 0.0
     """See `Runner.token_s`."""
     max_adapters = 0
@@ -86,6 +92,8 @@ class LogitsRunner(ABC):
     """Bytes of each GPU that are reserved for transfers and not used by the pool."""
     _image_bytes = 0
     """Bytes of the host that are reserved for images."""
+    _canvas_bytes = 0
+    """Bytes of the device that are reserved for the logits of canvases."""
 
     @property
     def expert_tokens(self) -> Sequence[int]:
@@ -137,6 +145,7 @@ class LogitsRunner(ABC):
         kept = "fp8" if model.weights == "fp8" else self.dtype
         weights = weights_bytes(Path(model.path), kept) // len(devices)
         adapters = adapters_bytes(Path(model.path), engine.max_adapters, engine.max_adapter_rank, self.dtype)
+        adapters += self._canvas_bytes
         if devices[0].type == "cuda":
             free, total = torch.cuda.mem_get_info(devices[0])
             free = min(free, int(share * total))
@@ -335,6 +344,17 @@ class LogitsRunner(ABC):
     def _wait_for_stream(self) -> None:
         if self.cache.device.type == "cuda":
             torch.cuda.current_stream(self.cache.device).synchronize()
+
+
+def refuse_settings(engine: EngineConfig, models: str) -> None:
+    """Raise ConfigError for settings that runners with passes of their own do not support.
+
+    Args:
+        models: the models that such a runner computes, in words.
+    """
+    engine.refuse_unknown(OF_PACKED_STEPS, models)
+    if engine.kv_dtype in ("int8", "fp8"):
+        raise ConfigError(f"engine.kv_dtype {engine.kv_dtype} is not supported by {models}; set it to auto")
 
 
 def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> None:

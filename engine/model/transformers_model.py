@@ -496,6 +496,31 @@ def load_config(path: str) -> Any:
     return config
 
 
+def load_whole(path: str, config: Any, asked: AskedModel, attention: str, dtype: str) -> Any:
+    """Return transformers' model of a folder, whole, on the CPU.
+
+    Args:
+        path: the model folder.
+        config: see `load_config`.
+        asked: the model's answers.
+        attention: name of the attention function.
+        dtype: torch's name of the data type of the weights.
+
+    Raises:
+        ModelLoadError: the weights cannot be loaded, or the checkpoint is incomplete.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        model, report = pretrained.load_model(Path(path), config, asked, attention, dtype=torch_dtype(dtype))
+    except ModelLoadError:
+        raise
+    except Exception as error:  # the library raises no narrower class
+        raise ModelLoadError(f"cannot load the weights in {path}: {in_one_line(error)}") from error
+    require_complete(path, type(model).__name__, report, asked.unused)
+    return model.eval()
+
+
 def require_complete(path: str, name: str, report: dict[str, Any], left_out: Sequence[str] = ()) -> None:
     """Refuse a checkpoint without some of the model's tensors: they would be random, and differ between workers.
 

@@ -9,10 +9,10 @@ from kvstore.index.events import ORIGIN, BlockEvent, Cursor, IndexAnswer, IndexO
 from kvstore.index.follower import MirrorFollower
 from kvstore.index.garbage import GarbageBook
 from kvstore.index.memory import MemoryIndex, MemoryStore
-from kvstore.index.mirror import Applied, Mirror
+from kvstore.index.mirror import Applied, Mirror, Owners
 from kvstore.index.protocol import PrefixIndex
 from kvstore.index.publisher import IndexPublisher
-from kvstore.index.redis import RedisIndex
+from kvstore.index.redis import RedisIndex, StreamBounds
 from kvstore.index.sealed import Seal
 
 __all__ = [
@@ -30,10 +30,12 @@ __all__ = [
     "Mirror",
     "MirrorFollower",
     "Op",
+    "Owners",
     "Position",
     "PrefixIndex",
     "RedisConnection",
     "RedisIndex",
     "Seal",
+    "StreamBounds",
     "Tier",
 ]

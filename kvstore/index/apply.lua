@@ -1,8 +1,10 @@
 -- Applies one block event, or returns why it does not.
 --
--- KEYS  1 lease  2 seq  3 blocks  4 snapshot parts  5 event stream  6 highest epoch  7 seal
--- ARGV  1 worker id  2 epoch  3 seq  4 op  5 packed entries  6 number of keys  7 ttl, ms  8 stream length
---       9 proof for the stream; '': nothing is signed  10 seal
+-- KEYS  1 lease  2 seq  3 blocks  4 snapshot parts  5 event stream  6 highest epoch  7 seal  8 bytes appended
+-- ARGV  1 worker id  2 epoch  3 seq  4 op  5 packed entries  6 number of keys  7 ttl, ms
+--       8 proof for the stream; '': nothing is signed  9 seal
+--       10 maximum age of an event in the stream, ms  11 maximum number of them  12 maximum bytes
+--       13 load of the worker; '': the event reports none
 -- Returns {'applied' | 'resync' | 'fenced', last seq or the epoch that holds the lease, garbage}.
 local lease, seq_key, blocks, parts, stream = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local seq, op, packed, num_keys = tonumber(ARGV[3]), ARGV[4], ARGV[5], tonumber(ARGV[6])
@@ -44,6 +46,8 @@ local function each_chunk(command, key)
   end
 end
 
+-- First, so that a full Redis refuses what grows, and nothing has changed. It takes what frees memory.
+if op == '+' or op == 'snap' or op == 'snap+' then redis.call('SET', seq_key, ARGV[3]) end
 if op == '+' then each_chunk('SADD', blocks)
 elseif op == '-' then each_chunk('SREM', blocks)
 elseif op == 'clear' then redis.call('UNLINK', blocks)
@@ -57,17 +61,33 @@ end
 -- Race: two writers between set and stream. Because the event is appended in the same step, the stream's order is the
 -- sets' order, so a reader that scans a set and then replays the stream arrives at the set.
 redis.call('SET', seq_key, ARGV[3])
-if ARGV[10] ~= '' then redis.call('SET', KEYS[7], ARGV[10]) end
+if ARGV[9] ~= '' then redis.call('SET', KEYS[7], ARGV[9]) end
+local added = #packed + #ARGV[8] + #ARGV[13] + EVENT_OVERHEAD
+local total = stream_bytes(KEYS[8]) + added
+make_room(KEYS[8], 'string')
+redis.call('SET', KEYS[8], string.format('%.0f', total))
 local function append(call)
   local fields = {'w', ARGV[1], 'e', ARGV[2], 'q', ARGV[3], 'o', op, 'k', packed, 'n', ARGV[6]}
-  if ARGV[9] ~= '' then fields[13], fields[14] = 's', ARGV[9] end
-  return call('XADD', stream, 'MAXLEN', '~', ARGV[8], '*', unpack(fields))
+  fields[13], fields[14] = 'b', string.format('%.0f', total)
+  if ARGV[8] ~= '' then fields[#fields + 1], fields[#fields + 2] = 's', ARGV[8] end
+  if ARGV[13] ~= '' then fields[#fields + 1], fields[#fields + 2] = 'l', ARGV[13] end
+  return call('XADD', stream, '*', unpack(fields))
 end
 make_room(stream, 'stream')
-if append(redis.pcall).err then -- after the last id that a stream can have, none can be appended
+local id = append(redis.pcall)
+if type(id) ~= 'string' then -- after the last id that a stream can have, none can be appended
   garbage[#garbage + 1] = stream
   redis.call('UNLINK', stream)
-  append(redis.call)
+  id = append(redis.call)
+end
+
+-- The stream must not push leases out of Redis. Readers that it has left behind scan the sets.
+local oldest = tonumber(string.match(id, '^%d+')) - tonumber(ARGV[10])
+redis.call('XTRIM', stream, 'MINID', '~', string.format('%.0f', math.max(0, oldest)))
+redis.call('XTRIM', stream, 'MAXLEN', '~', ARGV[11])
+local STEP = 65536 -- bytes between two looks at the first event
+if math.floor(total / STEP) ~= math.floor((total - added) / STEP) then
+  bound_stream(stream, total, tonumber(ARGV[12]))
 end
 for _, key in ipairs({seq_key, blocks, parts, KEYS[7]}) do redis.call('PEXPIRE', key, ARGV[7]) end
 return {'applied', seq, garbage}

@@ -176,6 +176,11 @@ def _answer(found: Any) -> Any:
     return found
 
 
+def is_full(error: StoreUnavailable) -> bool:
+    """Return whether Redis has refused a write because its memory is used up (`maxmemory`)."""
+    return isinstance(error.__cause__, RedisError) and "used memory > 'maxmemory'" in str(error.__cause__)
+
+
 def _unavailable(error: Exception) -> StoreUnavailable:
     return StoreUnavailable(f"Redis: {error or type(error).__name__}")
 

@@ -53,6 +53,8 @@ class BlockEvent:
     keys: tuple[bytes, ...] = ()
     num_keys: int = 0
     tier: Tier = Tier.DEVICE
+    load: bytes = b""
+    """The worker's load as of the event, encoded; empty: the event does not report it."""
 
     @property
     def entries(self) -> tuple[bytes, ...]:

@@ -41,7 +41,9 @@ GATHER_S = 0.1
 class MirrorFollower:
     """Updater of `mirror` from `index` while `run` runs. The caller owns that task, the index and the mirror.
 
-    `clock` is monotonic, in seconds.
+    Args:
+        clock: monotonic, in seconds.
+        on_load: called with the worker, the epoch and the load that an event reports.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class MirrorFollower:
         lease_s: float = 10.0,
         blocks_ttl_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
+        on_load: Callable[[str, int, bytes], None] | None = None,
     ) -> None:
         self.mirror = mirror
+        self._on_load = on_load
         self.connected = False
         self.num_rescans = 0
         """Number of scans of one worker's set, including those at the start."""
@@ -156,8 +160,11 @@ class MirrorFollower:
         entries = await self._index.read(self._cursor, wait_s)
         gaps: dict[str, int] = {}
         async for cursor, event in paced(entries):
-            if event is not None and self.mirror.apply(event) is Applied.GAP:
-                gaps[event.worker_id] = event.epoch
+            if event is not None:
+                if self.mirror.apply(event) is Applied.GAP:
+                    gaps[event.worker_id] = event.epoch
+                if event.load and self._on_load is not None:
+                    self._on_load(event.worker_id, event.epoch, event.load)
             self._cursor = cursor
         if len(entries) == READ_EVENTS:
             self._fall_behind()

@@ -1,7 +1,8 @@
 """Names in Redis. `{ns}` is literal: the hash tag that keeps one content id in one slot of a Redis cluster.
 
 kv:{ns}:boot               token, drawn by the first client that misses it: a new one means that the state was lost
-kv:{ns}:ev                 STREAM of block events, MAXLEN ~
+kv:{ns}:ev                 STREAM of block events, bounded by age, number and bytes
+kv:{ns}:evb                bytes that were ever appended to it
 kv:{ns}:blk:<wid>:<epoch>  SET of entries               one lifetime for these four, renewed with the lease,
 kv:{ns}:seq:<wid>:<epoch>  seq of the last event        so they are lost together or not at all
 kv:{ns}:snap:<wid>:<epoch> SET, parts of an unfinished snapshot
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 KINDS = {
     "ev": "event",
+    "evb": "event",
     "blk": "blocks",
     "snap": "snapshot",
     "req": "record",
@@ -49,6 +51,7 @@ class Keys:
         self._prefix = f"kv:{{{namespace}}}:"
         self.boot = self._prefix + "boot"
         self.events = self._prefix + "ev"
+        self.event_bytes = self._prefix + "evb"
         self.workers = self._prefix + "workers"
         self.routers = self._prefix + "routers"
         self.desired = self._prefix + "desired"

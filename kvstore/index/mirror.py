@@ -7,10 +7,15 @@ new epoch gives it a fresh bit and leaves the old one to `sweep`.
     owners   {key: 0b0110, ...}      keys 1 and 2 of some worker
     alive    0b0010                  bits that lookups see
     retired  0b1000                  bits of the past, not yet swept from `owners`
+
+A common block, such as one of a shared system prompt, may have thousands of owners. So a lookup that finds many owners
+names none of them: it returns the masks (`Owners`), from which the caller asks for the workers that it examines.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import islice
@@ -19,13 +24,15 @@ from typing import TYPE_CHECKING
 from kvstore.index.events import Op, Position
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvstore.index.events import BlockEvent
 
 
 SLICE = 1024
 """Keys of a set that are processed before other tasks run."""
+FEW_OWNERS = 128
+"""Number of workers beyond which a lookup names none."""
 
 
 class Applied(Enum):
@@ -51,12 +58,72 @@ class _Owner:
     leased: bool = True
 
 
-class Mirror:
-    """Copy of the index. Pure: no clock, no I/O. Not thread-safe."""
+class Owners(Mapping[str, int]):
+    """Result of a lookup with many owners: worker -> number of leading keys that it owns.
 
-    def __init__(self) -> None:
+    A worker costs time only when it is asked for. Valid until the mirror changes.
+
+    Args:
+        levels: numbers of keys, ascending, with the mask of the workers that own so many or more.
+        workers: worker of each bit.
+        bits: bit of each live worker.
+    """
+
+    def __init__(
+        self, levels: Sequence[tuple[int, int]], workers: Mapping[int, str], bits: Callable[[str], int]
+    ) -> None:
+        self._levels = levels
+        self._workers = workers
+        self._bit_of = bits
+
+    def __getitem__(self, worker_id: str) -> int:
+        if number := self.number(worker_id):
+            return number
+        raise KeyError(worker_id)
+
+    def number(self, worker_id: str) -> int:
+        """Return how many leading keys a worker owns, by binary search: the masks are nested."""
+        levels, bit = self._levels, self._bit_of(worker_id)
+        num_levels = bisect_left(levels, True, key=lambda level: not level[1] & bit)
+        return levels[num_levels - 1][0] if num_levels else 0
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._workers[bit] for bit in _bits(self._levels[0][1]))
+
+    def __len__(self) -> int:
+        return self._levels[0][1].bit_count()
+
+    def longest(self, most: int, seed: int) -> dict[str, int]:
+        """Return up to `most` workers that own the most keys, with the numbers of their keys.
+
+        Of the first workers of which there are too many, it returns a sample. The sample depends on `seed` only, and
+        hardly changes when owners come or go.
+        """
+        found: dict[str, int] = {}
+        longer = 0
+        for number, mask in reversed(self._levels):
+            bits, room = mask & ~longer, most - len(found)
+            longer = mask
+            for bit in _bits(bits) if bits.bit_count() <= room else _sample(bits, room, seed):
+                found[self._workers[bit]] = number
+            if len(found) >= most or bits.bit_count() > room:
+                break
+        return found
+
+
+class Mirror:
+    """Copy of the index. Pure: no clock, no I/O. Not thread-safe.
+
+    Args:
+        few_owners: a lookup returns a dict if at most so many workers own the first key.
+    """
+
+    def __init__(self, few_owners: int = FEW_OWNERS) -> None:
+        self._few_owners = few_owners
         self._owners: dict[str, _Owner] = {}
         self._masks: dict[bytes, int] = {}
+        self._num_alone: dict[int, int] = {}
+        """Number of keys that have one bit only, by that bit."""
         self._worker_of: dict[int, str] = {}
         self._alive = 0
         self._used = 0
@@ -64,31 +131,26 @@ class Mirror:
         self._sweeping = 0
         self._unswept: Iterator[bytes] = iter(())
 
-    def lookup(self, keys: Sequence[bytes], *, resumes_anywhere: bool = True) -> dict[str, int]:
+    def lookup(self, keys: Sequence[bytes], *, resumes_anywhere: bool = True) -> Mapping[str, int]:
         """Return, for every live worker that owns the first key, how many of the keys it owns without a gap.
 
-        A bare block key looks up blocks on the device.
+        A bare block key looks up blocks on the device. The result is valid until the mirror changes. It is `Owners` if
+        many workers are found, and a dict otherwise.
 
         Args:
             resumes_anywhere: False: workers own only the keys after which they can continue a sequence. A worker's
                 number is then counted up to the last key that it owns, even if it lacks earlier ones.
         """
-        if not resumes_anywhere:
-            return self._lookup_last(keys)
+        levels = self._levels(keys) if resumes_anywhere else self._last_levels(keys)
+        most = self._few_owners
+        if len(self._owners) > most and levels and levels[0][1].bit_count() > most:
+            return Owners(levels, self._worker_of, self._alive_bit)
         found: dict[str, int] = {}
-        held = self._alive
-        num_blocks = 0
-        for key in keys:
-            owners = self._masks.get(key, 0) & held
-            if owners != held:
-                if num_blocks:
-                    self._note(found, held & ~owners, num_blocks)
-                held = owners
-                if not held:
-                    return found
-            num_blocks += 1
-        if num_blocks:
-            self._note(found, held, num_blocks)
+        longer = 0
+        for number, mask in reversed(levels):
+            for bit in _bits(mask & ~longer):
+                found[self._worker_of[bit]] = number
+            longer = mask
         return found
 
     def apply(self, event: BlockEvent) -> Applied:
@@ -164,13 +226,12 @@ class Mirror:
         return {owner.worker_id: owner.num_keys[owner.bit] for owner in self._owners.values()}
 
     def unique_blocks(self) -> dict[str, int]:
-        """Return the number of blocks that each live worker owns alone among the live ones. Walks the whole index."""
-        counts = dict.fromkeys(_bits(self._alive), 0)
-        for mask in self._masks.values():
-            owners = mask & self._alive
-            if owners and not owners & (owners - 1):
-                counts[owners] += 1
-        return {self._worker_of[bit]: count for bit, count in counts.items()}
+        """Return the number of blocks that each live worker owns alone among the known workers.
+
+        A worker that has died counts until `forget` and `sweep` have removed it, and blocks that a worker no longer has
+        count until `sweep` has removed them.
+        """
+        return {owner.worker_id: self._num_alone.get(owner.bit, 0) for owner in self._owners.values() if owner.leased}
 
     def __len__(self) -> int:
         """Number of keys, including keys of retired bits only."""
@@ -187,10 +248,20 @@ class Mirror:
         num_seen = 0
         for key in islice(self._unswept, max_keys):
             num_seen += 1
-            mask = self._masks.get(key, 0)
-            if mask & self._sweeping:
-                self._set_mask(key, mask & keep)
+            before = self._masks.get(key, 0)
+            if before & self._sweeping:
+                mask = before & keep
+                if not before & (before - 1):
+                    self._num_alone[before] -= 1
+                if not mask:
+                    del self._masks[key]
+                    continue
+                self._masks[key] = mask
+                if not mask & (mask - 1):
+                    self._num_alone[mask] += 1
         if num_seen < max_keys:
+            for bit in _bits(self._sweeping):
+                del self._num_alone[bit]
             self._used &= keep
             self._sweeping = 0
         return bool(self._sweeping or self._retired)
@@ -202,34 +273,57 @@ class Mirror:
         assert len(set(bits)) == len(bits) == live.bit_count(), "two workers share a bit"
         assert live | self._retired | self._sweeping == self._used, "a bit is lost"
         assert not live & (self._retired | self._sweeping), "a bit is in use and retired"
-        counts = dict.fromkeys(bits, 0)
+        counts, alone = dict.fromkeys(bits, 0), dict.fromkeys(_bits(self._used), 0)
         for mask in self._masks.values():
             assert mask, "a key without an owner"
             assert not mask & ~self._used, "a key with an owner that does not exist"
+            if mask.bit_count() == 1:
+                alone[mask] += 1
             for bit in _bits(mask & live):
                 counts[bit] += 1
         for owner in self._owners.values():
             assert set(owner.num_keys) == {owner.bit, *([owner.parts] if owner.parts else [])}, "a bit without a role"
             assert all(counts[bit] == count for bit, count in owner.num_keys.items()), f"{owner.worker_id}: miscounted"
             assert bool(self._alive & owner.bit) == owner.leased, "the alive mask is wrong"
+        assert alone == self._num_alone, "the keys with one owner are miscounted"
         assert self._worker_of == {owner.bit: owner.worker_id for owner in self._owners.values()}, "bits misnamed"
         assert not self._alive & ~sum(self._worker_of), "a bit is alive without a worker"
 
-    def _lookup_last(self, keys: Sequence[bytes]) -> dict[str, int]:
-        found: dict[str, int] = {}
-        missing = self._alive
-        for num_blocks in range(len(keys), 0, -1):
-            owners = self._masks.get(keys[num_blocks - 1], 0) & missing
+    def _levels(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Return numbers of keys, ascending, with the live workers that own so many or more without a gap."""
+        levels: list[tuple[int, int]] = []
+        held = self._alive
+        number = 0
+        for key in keys:
+            owners = self._masks.get(key, 0) & held
+            if owners != held:
+                if number:
+                    levels.append((number, held))
+                held = owners
+                if not held:
+                    return levels
+            number += 1
+        if number and held:
+            levels.append((number, held))
+        return levels
+
+    def _last_levels(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Return the same by the last key that each worker owns."""
+        levels: list[tuple[int, int]] = []
+        missing, found = self._alive, 0
+        for number in range(len(keys), 0, -1):
+            owners = self._masks.get(keys[number - 1], 0) & missing
             if owners:
-                self._note(found, owners, num_blocks)
+                found |= owners
+                levels.append((number, found))
                 missing &= ~owners
                 if not missing:
                     break
-        return found
+        return levels[::-1]
 
-    def _note(self, found: dict[str, int], bits: int, num_blocks: int) -> None:
-        for bit in _bits(bits):
-            found[self._worker_of[bit]] = num_blocks
+    def _alive_bit(self, worker_id: str) -> int:
+        owner = self._owners.get(worker_id)
+        return owner.bit & self._alive if owner else 0
 
     def _change(self, owner: _Owner, event: BlockEvent) -> None:
         match event.op:
@@ -261,7 +355,7 @@ class Mirror:
     def _new_bit(self, owner: _Owner) -> int:
         bit = ~self._used & (self._used + 1)  # the lowest that is free
         self._used |= bit
-        owner.num_keys[bit] = 0
+        owner.num_keys[bit] = self._num_alone[bit] = 0
         return bit
 
     def _kv_transfer(self, owner: _Owner, bit: int) -> None:
@@ -287,27 +381,37 @@ class Mirror:
         self._alive = self._alive | owner.bit if owner.leased else self._alive & ~owner.bit
 
     def _add(self, owner: _Owner, bit: int, keys: Iterable[bytes]) -> None:
-        masks = self._masks
-        num_new = 0
+        masks, num_alone = self._masks, self._num_alone
+        num_new = num_first = 0
         for key in keys:
             mask = masks.get(key, 0)
-            if not mask & bit:
+            if not mask:
+                masks[key] = bit
+                num_first += 1
+            elif not mask & bit:
                 masks[key] = mask | bit
                 num_new += 1
-        owner.num_keys[bit] += num_new
+                if not mask & (mask - 1):
+                    num_alone[mask] -= 1
+        owner.num_keys[bit] += num_new + num_first
+        num_alone[bit] += num_first
 
     def _remove(self, owner: _Owner, keys: Iterable[bytes]) -> None:
+        masks, num_alone, bit = self._masks, self._num_alone, owner.bit
+        num_removed = num_last = 0
         for key in keys:
-            mask = self._masks.get(key, 0)
-            if mask & owner.bit:
-                self._set_mask(key, mask & ~owner.bit)
-                owner.num_keys[owner.bit] -= 1
-
-    def _set_mask(self, key: bytes, mask: int) -> None:
-        if mask:
-            self._masks[key] = mask
-        else:
-            del self._masks[key]
+            mask = masks.get(key, 0)
+            if mask & bit:
+                num_removed += 1
+                if mask := mask ^ bit:
+                    masks[key] = mask
+                    if not mask & (mask - 1):
+                        num_alone[mask] += 1
+                else:
+                    del masks[key]
+                    num_last += 1
+        owner.num_keys[bit] -= num_removed
+        num_alone[bit] -= num_last
 
 
 def _bits(mask: int) -> Iterator[int]:
@@ -315,3 +419,16 @@ def _bits(mask: int) -> Iterator[int]:
         bit = mask & -mask
         yield bit
         mask ^= bit
+
+
+def _sample(mask: int, most: int, seed: int) -> Iterator[int]:
+    """Yield up to `most` bits of a mask, near places that a linear congruential generator (Knuth's) draws."""
+    num_places, drawn = mask.bit_length(), 0
+    for _ in range(most):
+        seed = (seed * 6364136223846793005 + 1442695040888963407) % 2**64
+        place = seed * num_places >> 64
+        above = mask >> place
+        bit = (above & -above) << place
+        if not drawn & bit:
+            drawn |= bit
+            yield bit

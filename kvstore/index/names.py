@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baton.cluster import MAX_WORKERS
 from baton.errors import StoreUnavailable
 from kvstore.index import reads
 from kvstore.index.connection import BadValue, RedisConnection, Script
@@ -16,8 +17,8 @@ PRUNE = Script("kvstore.index", "prune.lua")
 DROP = Script("kvstore.index", "drop.lua")
 MAX_LOOKED_AT = 50_000
 """Maximum number of names that one observation visits."""
-MAX_LIVING = 512
-"""Maximum number of ids that one observation finds and that are remembered: twice the maximum number of workers."""
+MAX_LIVING = 2 * MAX_WORKERS
+"""Maximum number of ids that one observation finds and that are remembered."""
 
 
 class IdSet:

@@ -1,6 +1,10 @@
 -- Precedes every script. Each script returns its results in a list, whose last element is `garbage`.
 --
 -- A script that fails at a value of a wrong type would fail at it forever, and halfway: Redis undoes nothing.
+--
+-- A Redis whose memory is used up refuses a script's first write, unless it adds nothing, and accepts all that follow.
+-- So the scripts of small values without which workers would be lost begin with a write that adds nothing. The scripts
+-- of the index do not, since they would fill the memory of the machine.
 local garbage = {} -- keys that held an unexpected value, each once
 
 local function report(key)
@@ -58,4 +62,21 @@ end
 local function epochs(lease, highest)
   local leased, given = number_at(lease, MAX_EPOCH, 'epoch'), number_at(highest, MAX_EPOCH)
   return math.min(leased or given or 0, given or leased or 0), math.max(leased or 0, given or 0)
+end
+
+local EVENT_OVERHEAD = 96 -- approximate bytes of an event in the stream in addition to its entries and its proof
+
+-- The bytes that were ever appended to the event stream; each event contains the number as of then.
+local function stream_bytes(key) return number_at(key, MAX_SEQ - 2 ^ 30) or 0 end
+
+-- Removes the oldest events until about `most` bytes are left. A number that cannot be read counts as too large.
+local function bound_stream(stream, total, most)
+  local first = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
+  local since
+  for at = 1, first and #first[2] or 0, 2 do
+    if first[2][at] == 'b' then since = tonumber(first[2][at + 1]) end
+  end
+  local bytes = since and total - since
+  if not bytes or bytes < 0 then bytes = 2 * most end
+  if bytes > most then redis.call('XTRIM', stream, 'MAXLEN', math.floor(redis.call('XLEN', stream) * most / bytes)) end
 end

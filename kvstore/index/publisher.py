@@ -1,6 +1,6 @@
 """Publisher of the changes of a worker's prefix cache to the index.
 
-engine step -> stored / removed / cleared -> pending (bounded) -> apply, one event at a time, numbered
+engine step -> stored / removed / cleared -> pending (50 ms, bounded) -> apply, one event at a time, numbered
                                                   |
    too many, RESYNC, or Redis unavailable: drop --+--> a snapshot, once it can be published
 
@@ -26,8 +26,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_FAILURES = 5
+"""Failures that lengthen the pause before the next try: it has 0.8 s at most, so that the index is complete soon after
+Redis has room again."""
 MAX_EVENT_KEYS = 1024
 """Keys in one event; Redis applies an event in well under a millisecond."""
+GATHER_S = 0.05
+"""Time for which changes are gathered before they are published: an event of several steps costs Redis and each router
+little more than an event of one."""
 ListKeys = Callable[[], Collection[bytes]]
 """Returns the keys of all blocks that can be reused now."""
 
@@ -48,6 +54,7 @@ class IndexPublisher:
         snapshot: ListKeys,
         *,
         check_s: float = 3.0,
+        gather_s: float = GATHER_S,
         max_pending_keys: int = 65_536,
     ) -> None:
         self.num_snapshots = 0
@@ -57,12 +64,18 @@ class IndexPublisher:
         self._epoch = epoch
         self._snapshot = snapshot
         self._check_s = check_s
+        self._gather_s = gather_s
         self._max_pending_keys = max_pending_keys
         self._seq = 0
         self._pending: dict[bytes, Op] = {}
         self._is_cleared = False
         """True if the cache was cleared before the pending changes."""
         self._needs_snapshot = True
+        self._load = b""
+        """Load to be reported with the next event."""
+        self._num_reported = 0
+        self._is_current = False
+        """False if the index did not take the latest event."""
         self._work = asyncio.Event()
         self._work.set()
 
@@ -78,6 +91,22 @@ class IndexPublisher:
             self._is_cleared = True
             self._work.set()
 
+    def report(self, number: int, load: bytes) -> bool:
+        """Report the worker's load with the next event.
+
+        Args:
+            number: rises with each load; one that was reported is not reported again.
+
+        Returns:
+            False if events cannot be published at present.
+        """
+        if not self._is_current or self._needs_snapshot:
+            return False
+        if number > self._num_reported:
+            self._load, self._num_reported = load, number
+            self._work.set()
+        return True
+
     @property
     def is_settled(self) -> bool:
         """True if the index has everything that was reported."""
@@ -92,17 +121,18 @@ class IndexPublisher:
         num_failures = 0
         while True:
             try:
-                is_current = await self._publish()
+                self._is_current = is_current = await self._publish()
                 if is_current:
                     num_failures = 0
                     await self._wait_or_check()
             except StoreUnavailable as error:
                 if num_failures == 0:
                     logger.warning("the index is unavailable, a snapshot will follow: %s", error)
-                is_current = False
+                self._is_current = is_current = False
             if not is_current:
+                self._load, self._num_reported = b"", 0
                 self._resync()
-                num_failures += 1
+                num_failures = min(num_failures + 1, MAX_FAILURES)
                 await asyncio.sleep(backoff_s(num_failures))
 
     def _report(self, op: Op, keys: Iterable[bytes]) -> None:
@@ -122,10 +152,12 @@ class IndexPublisher:
 
     async def _publish(self) -> bool:
         """Publish everything that is pending; returns False if the index wants a snapshot."""
-        while self._needs_snapshot or self._is_cleared or self._pending:
+        while self._needs_snapshot or self._is_cleared or self._pending or self._load:
             published = await (self._publish_snapshot() if self._needs_snapshot else self._publish_changes())
             if not published:
                 return False
+            if self._is_cleared or self._pending or self._load:  # reported during the round trip
+                await asyncio.sleep(self._gather_s)
         self._work.clear()
         return True
 
@@ -134,6 +166,7 @@ class IndexPublisher:
         try:
             async with asyncio.timeout(self._check_s):
                 await self._work.wait()
+            await asyncio.sleep(self._gather_s)
         except TimeoutError:
             if await self._index.position(self._worker_id, self._epoch) != self._seq:
                 self._resync()
@@ -141,13 +174,16 @@ class IndexPublisher:
     async def _publish_changes(self) -> bool:
         """Publish pending changes, removals first, so that the index never claims too much between two events."""
         pending, self._pending = self._pending, {}
+        load, self._load = self._load, b""
         is_cleared, self._is_cleared = self._is_cleared, False
-        if is_cleared and not await self._apply(Op.CLEARED):
-            return False
+        changes: list[tuple[Op, tuple[bytes, ...]]] = [(Op.CLEARED, ())] if is_cleared else []
         for op in (Op.REMOVED, Op.STORED):
-            for chunk in _chunks([key for key, last in pending.items() if last is op]):
-                if not await self._apply(op, chunk):
-                    return False
+            changes += [(op, chunk) for chunk in _chunks([key for key, last in pending.items() if last is op])]
+        if load and not changes:
+            changes.append((Op.STORED, ()))
+        for number, (op, chunk) in enumerate(changes, 1):
+            if not await self._apply(op, chunk, load=load if number == len(changes) else b""):
+                return False
         return True
 
     async def _publish_snapshot(self) -> bool:
@@ -163,11 +199,18 @@ class IndexPublisher:
         self.num_snapshots += 1
         return True
 
-    async def _apply(self, op: Op, keys: tuple[bytes, ...] = (), num_keys: int = 0) -> bool:
+    async def _apply(self, op: Op, keys: tuple[bytes, ...] = (), num_keys: int = 0, load: bytes = b"") -> bool:
         self._seq += 1
-        answer = await self._index.apply(
-            BlockEvent(worker_id=self._worker_id, epoch=self._epoch, seq=self._seq, op=op, keys=keys, num_keys=num_keys)
+        event = BlockEvent(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            seq=self._seq,
+            op=op,
+            keys=keys,
+            num_keys=num_keys,
+            load=load,
         )
+        answer = await self._index.apply(event)
         self._seq = max(self._seq, answer.seq)
         return answer.outcome is IndexOutcome.APPLIED
 

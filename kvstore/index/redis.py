@@ -8,23 +8,32 @@ Redis.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.blocks import KEY_BYTES
 from baton.errors import Fenced, StoreUnavailable
 from baton.tasks import paced
 from kvstore.index import reads
-from kvstore.index.connection import BadValue, RedisConnection, Script
+from kvstore.index.connection import BadValue, RedisConnection, Script, is_full
 from kvstore.index.events import ORIGIN, BlockEvent, Cursor, IndexAnswer, IndexOutcome, IndexState, Op, Position, Tier
 from kvstore.index.keys import Keys
 from kvstore.index.names import IdSet
 from kvstore.index.protocol import READ_EVENTS
 from kvstore.index.signed import EPOCH_PROOF_BYTES, proved_epoch
-from kvstore.index.signed_events import SEAL_BYTES, SLICE, EventAuthor, EventProof, EventReader
+from kvstore.index.signed_events import (
+    HASH_BYTES,
+    SEAL_BYTES,
+    SLICE,
+    EventAuthor,
+    EventProof,
+    EventReader,
+    linked_load,
+)
 from kvstore.index.values import MAX_EPOCH, MAX_NUMBER_BYTES, MAX_SEQ, natural, text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from baton.trust import KeyFile
 
@@ -32,7 +41,9 @@ SNAPSHOT = Script("kvstore.index", "snapshot.lua")
 EVENTS = Script("kvstore.index", "events.lua")
 TIP = Script("kvstore.index", "tip.lua")
 APPLY = Script("kvstore.index", "apply.lua")
-UNSIGNED = EventProof(b"", b"")
+TRIM = Script("kvstore.index", "trim.lua")
+KEPT_PERCENT = 50
+"""Part of the stream that stays when Redis is full."""
 POLL_S = 0.05
 """Pause between two reads of events."""
 EVENT_BYTES, READ_BYTES = 2**18, 3 * 2**20
@@ -44,10 +55,20 @@ SNAPSHOT_TRIES, GROWTH = 5, 10_000
 TIER_LETTERS = frozenset(tier.encode() for tier in Tier if tier)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamBounds:
+    """Bounds of the event stream, all approximate. A reader that it has left behind scans the sets."""
+
+    max_events: int = 100_000
+    max_bytes: int = 64 * 2**20
+    max_age_s: float = 60.0
+
+
 class RedisIndex:
     """`PrefixIndex` in Redis. Owns `connection`: `close` closes it.
 
     Args:
+        stream: bounds of the event stream, which the writer of an event applies.
         keys: this member's keys; None: nothing is signed, and every readable value is accepted.
     """
 
@@ -57,13 +78,13 @@ class RedisIndex:
         namespace: str,
         *,
         blocks_ttl_s: float = 60.0,
-        stream_max_events: int = 100_000,
+        stream: StreamBounds = StreamBounds(),
         keys: KeyFile | None = None,
     ) -> None:
         self._connection = connection
         self._keys = Keys(namespace)
         self._blocks_ttl_ms = int(blocks_ttl_s * 1000)
-        self._stream_max_events = stream_max_events
+        self._stream_bounds = int(stream.max_age_s * 1000), stream.max_events, stream.max_bytes
         self._member = keys
         self._authors: dict[str, EventAuthor] = {}
         """Signer of each worker that publishes here, in its latest epoch."""
@@ -72,14 +93,14 @@ class RedisIndex:
 
     async def apply(self, event: BlockEvent) -> IndexAnswer:
         if self._member is None:
-            return await self._apply(event, UNSIGNED)
+            return await self._apply_with_room(event, EventProof(b"", linked_load(event.load), b""))
         worker, epoch = event.worker_id, event.epoch
         author = self._authors.get(worker)
         if author is None or author.epoch != epoch:
             author = self._authors[worker] = EventAuthor(self._member, self._keys.events, worker, epoch)
         proof, is_applied = author.sign(event), False
         try:
-            answer = await self._apply(event, proof)
+            answer = await self._apply_with_room(event, proof)
             is_applied = answer.outcome is IndexOutcome.APPLIED
         except Fenced:
             claim_key = self._keys.claim(worker)
@@ -98,6 +119,18 @@ class RedisIndex:
             return IndexAnswer(answer.outcome, author.highest)
         return answer
 
+    async def _apply_with_room(self, event: BlockEvent, proof: EventProof) -> IndexAnswer:
+        """Apply an event. If Redis is full, shorten the stream first, whose past only late readers need."""
+        try:
+            return await self._apply(event, proof)
+        except StoreUnavailable as error:
+            if not is_full(error):
+                raise
+            (num_removed,) = await self._connection.run(TRIM, [self._keys.events], KEPT_PERCENT)
+            if not num_removed:
+                raise
+        return await self._apply(event, proof)  # the refused one has changed nothing
+
     async def _apply(self, event: BlockEvent, proof: EventProof) -> IndexAnswer:
         worker, epoch = event.worker_id, event.epoch
         keys = self._keys
@@ -111,9 +144,10 @@ class RedisIndex:
                 keys.events,
                 keys.epoch(worker),
                 keys.seal(worker, epoch),
+                keys.event_bytes,
             ],
             *(worker, epoch, event.seq, event.op, b"".join(event.entries), event.num_keys or len(event.keys)),
-            *(self._blocks_ttl_ms, self._stream_max_events, proof.event, proof.seal),
+            *(self._blocks_ttl_ms, proof.event, proof.seal, *self._stream_bounds, proof.load),
         )
         if outcome == b"fenced":
             raise Fenced(f"{worker}: epoch {int(seq)} holds the lease, this is epoch {epoch}")
@@ -208,7 +242,7 @@ class RedisIndex:
             found = await self._entries(cursor)
         events = [self._event(fields) async for _, fields in paced(found)]
         if self._reader is not None:
-            events = await self._proved(self._reader, events, [fields.get(b"s", b"") for _, fields in found])
+            events = await self._proved(self._reader, events, [fields for _, fields in found])
         return [(cursor, event) for (cursor, _), event in zip(found, events, strict=True)]
 
     async def _entries(self, cursor: Cursor) -> list[tuple[Cursor, dict[bytes, bytes]]]:
@@ -243,16 +277,20 @@ class RedisIndex:
             return 0
 
     async def _proved(
-        self, reader: EventReader, events: Sequence[BlockEvent | None], proofs: Sequence[bytes]
+        self, reader: EventReader, events: Sequence[BlockEvent | None], fields: Sequence[Mapping[bytes, bytes]]
     ) -> list[BlockEvent | None]:
         """Return the events, with None in place of events that their workers have not signed."""
-        readable = [(event, proof) for event, proof in zip(events, proofs, strict=True) if event is not None]
+        readable = [
+            (event, stored.get(b"s", b""), stored.get(b"l", b""))
+            for event, stored in zip(events, fields, strict=True)
+            if event is not None
+        ]
         found = iter(await reader.proved(readable))
-        are_proved = [event is not None and next(found) for event in events]
-        for event, is_proved in zip(events, are_proved, strict=True):
-            if event is not None and not is_proved:
+        proved = [None if event is None else next(found) for event in events]
+        for event, is_proved in zip(events, proved, strict=True):
+            if event is not None and is_proved is None:
                 self._connection.note(self._keys.events, f"an event of {event.worker_id} is not signed by a worker")
-        return [event if is_proved else None for event, is_proved in zip(events, are_proved, strict=True)]
+        return proved
 
     def _event(self, fields: dict[bytes, bytes]) -> BlockEvent | None:
         try:
@@ -297,4 +335,5 @@ def _event(fields: dict[bytes, bytes]) -> BlockEvent:
         keys=tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), entry_bytes)),
         num_keys=num_keys,
         tier=Tier(packed[KEY_BYTES:entry_bytes].decode()),
+        load=fields.get(b"l", b"")[HASH_BYTES:],
     )

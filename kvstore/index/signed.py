@@ -3,7 +3,8 @@
 A reader remembers the latest accepted value of each key. A value counts if the right member has signed its bytes, its
 rank is above the remembered one, and its stamp is near the present or has advanced since the first stamp by the elapsed
 time. It counts as long as the next one follows within a lease. So an altered, copied or replayed value has no effect.
-Bytes that have not changed are not verified again.
+Bytes that have not changed are not verified again, and a lease is renewed without a new signature
+(`kvstore/leases/chain.py`).
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class SignedValue(NamedTuple):
     epoch: int
     """Epoch of the worker that wrote it; 0 for values of other members."""
     stamp: int
-    """Time of writing in ms since 1970, by the author's clock; it rises with each write."""
+    """Time of writing, or of the latest renewal, in ms since 1970 by the author's clock; it rises with each write."""
     message: bytes
-    """All signed bytes, including the epoch and the stamp."""
+    """All signed bytes, including the epoch and the time of writing."""
     signature: bytes
 
 
@@ -110,14 +111,42 @@ class SightBook:
             ValueError: the author has not signed the value, or has replaced it already.
         """
         now_s = self._monotonic_s()
-        last = self._sights.get(key)
-        if last is not None and must_be_timely and now_s - last.heard_s > REMEMBERED_S:
-            last = None
+        last = self._remembered(key, now_s) if must_be_timely else self._sights.get(key)
         if last is not None and last.found == found:
             last.is_new = False
             return last
         if not self._keys.verify("value", author, found.message, found.signature):
             raise ValueError(f"it is not signed by a {author} of this cluster")
+        return self._accept(key, last, found, now_s, must_be_timely=must_be_timely)
+
+    def renew(self, key: str, author: Principal, stamp: int) -> Sight:
+        """Return the observation of a later stamp of the value that was accepted last.
+
+        The caller has checked that the author has renewed the value at that stamp.
+
+        Raises:
+            ValueError: nothing was accepted recently, the key that has signed it is no longer valid, or the stamp is
+                not the latest or not of the present.
+        """
+        now_s = self._monotonic_s()
+        last = self._remembered(key, now_s)
+        if last is None or not self._keys.keys.knows(author, last.found.signature):
+            raise ValueError("it renews nothing that is known")
+        if stamp == last.found.stamp:
+            last.is_new = False
+            return last
+        sight = self._accept(key, last, last.found._replace(stamp=stamp), now_s)
+        sight.value, sight.is_new = last.value, False
+        return sight
+
+    def _remembered(self, key: str, now_s: float) -> Sight | None:
+        last = self._sights.get(key)
+        return None if last is None or now_s - last.heard_s > REMEMBERED_S else last
+
+    def _accept(
+        self, key: str, last: Sight | None, found: SignedValue, now_s: float, *, must_be_timely: bool = True
+    ) -> Sight:
+        """Return the observation of an authentic value, unless its rank or its time is wrong (ValueError)."""
         if last is not None and found[:2] <= last.found[:2]:
             if not (must_be_timely and self._may_fall(last, found, now_s)):
                 raise ValueError("it is older than what was read there before")

@@ -5,6 +5,8 @@
     in
               the set after it, their sum
     proof   = link of the previous event (32) | number (8) | sum (32) | signature of the message    in the stream
+    load    = link of the previous event (32) | the worker's load. Its hash takes the place of that link in the two
+              lines above, so that readers which know no loads verify the event as any other
     seal    = seq (8) | hash of the change (32) | number (8) | sum (32) | signature of the message  next to the set
 
 An event names the previous one by its link, so the signature of the last of several consecutive events that were read
@@ -20,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from baton.tasks import paced
@@ -53,6 +55,8 @@ class EventProof:
 
     event: bytes
     """The part that is stored in the stream."""
+    load: bytes
+    """The load with its link, stored in the stream as well; empty: the event reports none."""
     seal: bytes
     """The part that is stored next to the set."""
 
@@ -96,12 +100,14 @@ class EventAuthor:
         count, digest = _UNKNOWN, NO_LINK
         if self._entries is not None:
             count, digest = len(self._entries), _sum_digest(self._sum)
-        change = _change_of(event, self._link)
+        load = linked_load(event.load, self._link)
+        before = _hash(load) if load else self._link
+        change = _change_of(event, before)
         message = _message(self._stream, _position(event), change, count, digest)
         signature = self._keys.keys.sign("event", message)
-        proof = _PROOF.pack(self._link, count, digest, signature)
+        proof = _PROOF.pack(before, count, digest, signature)
         self._link = _hash(message)
-        return EventProof(proof, _SEAL.pack(event.seq, change, count, digest, signature))
+        return EventProof(proof, load, _SEAL.pack(event.seq, change, count, digest, signature))
 
     @property
     def num_entries(self) -> int | None:
@@ -150,17 +156,24 @@ class EventReader:
         self._latest: dict[str, tuple[int, int]] = {}
         """Epoch and seq of the latest proved event of each worker."""
 
-    async def proved(self, events: Sequence[tuple[BlockEvent, bytes]]) -> list[bool]:
-        """Return which events are authentic, given the proof of each; a run of them costs one verification."""
+    async def proved(self, events: Sequence[tuple[BlockEvent, bytes, bytes]]) -> list[BlockEvent | None]:
+        """Return the authentic events, with None in place of the others; a run of them costs one verification.
+
+        Args:
+            events: each with its proof, and its load with the link, as found.
+        """
         links: dict[tuple[str, int], bytes] = {}
-        found = []
-        async for event, proof in paced(reversed(events)):
+        found: list[BlockEvent | None] = []
+        async for event, proof, load in paced(reversed(events)):
             who = (event.worker_id, event.epoch)
             link = self._link_of(event, proof, links.get(who))
-            if link is not None:
-                links[who] = link
-                self._note(event.worker_id, event.epoch, event.seq)
-            found.append(link is not None)
+            if link is None:
+                found.append(None)
+                continue
+            is_loaded = bool(load) and _hash(load) == link
+            links[who] = load[:HASH_BYTES] if is_loaded else link
+            self._note(event.worker_id, event.epoch, event.seq)
+            found.append(event if is_loaded or not event.load else replace(event, load=b""))
         return found[::-1]
 
     def position(self, worker_id: str) -> tuple[int, int]:
@@ -199,7 +212,7 @@ class EventReader:
         return known[1] if known is not None and known[0] == epoch else 0
 
     def _link_of(self, event: BlockEvent, proof: bytes, expected: bytes | None) -> bytes | None:
-        """Return the link to the previous event, if this one is authentic.
+        """Return the link to the previous event, or the hash of the load, if this one is authentic.
 
         Args:
             expected: the link of this event, as a later one names it.
@@ -216,6 +229,11 @@ class EventReader:
 
     def _note(self, worker_id: str, epoch: int, seq: int) -> None:
         self._latest[worker_id] = max(self._latest.get(worker_id, (0, 0)), (epoch, seq))
+
+
+def linked_load(load: bytes, link: bytes = NO_LINK) -> bytes:
+    """Return a load as it is stored in the stream; empty if there is none."""
+    return link + load if load else b""
 
 
 def _change_of(event: BlockEvent, link: bytes) -> bytes:

@@ -6,6 +6,7 @@ the requests in flight, so that another router can resume them (`journal`). Redi
 
 from kvstore.leases.journal import Noted, RecordEnd, RecordEntry, RecordKey, RecordPart, RecordStore, field_of
 from kvstore.leases.keeper import LeaseKeeper
+from kvstore.leases.loads import ReportedLoads
 from kvstore.leases.memory import MemoryLeases, MemoryRecords
 from kvstore.leases.protocol import LeaseStore
 from kvstore.leases.redis import RedisLeases
@@ -24,5 +25,6 @@ __all__ = [
     "RecordStore",
     "RedisLeases",
     "RedisRecords",
+    "ReportedLoads",
     "field_of",
 ]

@@ -13,8 +13,8 @@ if ARGV[5] ~= '' and holder > tonumber(ARGV[5]) then return {string.format('%.0f
 if highest >= tonumber(ARGV[6]) then highest = 0 end
 local epoch = math.max(tonumber(ARGV[2]), highest + 1)
 local text = string.format('%.0f', epoch)
+redis.call('UNLINK', KEYS[2]) -- first, so that a full Redis takes the others
 redis.call('SET', KEYS[1], text, 'PX', ARGV[4])
-redis.call('UNLINK', KEYS[2])
 redis.call('HSET', KEYS[2], 'epoch', text)
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 enlist(ARGV[1], KEYS[3], KEYS[4])

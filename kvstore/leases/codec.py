@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from baton.addresses import is_address
 from baton.blocks import HASH_BLOCK
-from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
+from baton.cluster import BlockCounts, ControllerInfo, RouterInfo, TransferCounts, Worker, WorkerInfo, WorkerLoad
 from kvstore.index.values import MAX_EPOCH, MAX_SEQ, MAX_TEXT, label
 
 if TYPE_CHECKING:
@@ -67,14 +67,39 @@ def encode(value: WorkerInfo | WorkerLoad | RouterInfo | ControllerInfo) -> str:
     return json.dumps(dataclasses.asdict(value), separators=(",", ":"))
 
 
+def encode_load(load: WorkerLoad) -> bytes:
+    """Encode a load for an event: without the fields that have their defaults."""
+    return json.dumps(_differences(load, WorkerLoad()), separators=(",", ":"), default=dataclasses.asdict).encode()
+
+
+def _differences(value: DataclassInstance, usual: DataclassInstance) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for each in dataclasses.fields(value):
+        own = getattr(value, each.name)
+        if own != getattr(usual, each.name):
+            has_defaults = isinstance(own, (BlockCounts, TransferCounts))
+            found[each.name] = _differences(own, type(own)()) if has_defaults else own
+    return found
+
+
 def decode_worker(info: bytes, load: bytes) -> Worker:
     """Decode a worker; raises ValueError."""
-    worker = Worker(_decode(WorkerInfo, info), _decode(WorkerLoad, load))
-    if worker.info.block_size % HASH_BLOCK:
-        raise ValueError(f"block_size {worker.info.block_size} is no multiple of {HASH_BLOCK}")
-    if not is_address(worker.info.address):
-        raise ValueError(f"{worker.info.address!r:.100} is no HOST:PORT")
-    return worker
+    return Worker(decode_info(info), decode_load(load))
+
+
+def decode_info(found: bytes) -> WorkerInfo:
+    """Decode a worker's description; raises ValueError."""
+    info = _decode(WorkerInfo, found)
+    if info.block_size % HASH_BLOCK:
+        raise ValueError(f"block_size {info.block_size} is no multiple of {HASH_BLOCK}")
+    if not is_address(info.address):
+        raise ValueError(f"{info.address!r:.100} is no HOST:PORT")
+    return info
+
+
+def decode_load(found: bytes) -> WorkerLoad:
+    """Decode a worker's load; raises ValueError."""
+    return _decode(WorkerLoad, found)
 
 
 def decode_router(info: bytes) -> RouterInfo:

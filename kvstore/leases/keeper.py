@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kvstore.leases.protocol import LeaseStore
 
 logger = logging.getLogger(__name__)
+REPORT_S = 1.0
+"""Interval at which other processes see a changed load, in seconds."""
 DescribeWorker = Callable[[], tuple[WorkerInfo, WorkerLoad]]
 """Returns the worker's description for the next renewal."""
 
@@ -25,9 +27,23 @@ class LeaseKeeper:
 
     A renewal under the same epoch also restores the lease after Redis has lost its state, so other processes do not
     notice. The caller owns `leases`.
+
+    Args:
+        renew_s: interval of renewals.
+        report_s: interval at which the worker's description and load are compared with those of the last renewal; if
+            they differ, the lease is renewed at once.
+        report: reports a load that has changed in another way than by a renewal, and returns whether it could.
     """
 
-    def __init__(self, leases: LeaseStore, worker_id: str, *, renew_s: float = 3.0) -> None:
+    def __init__(
+        self,
+        leases: LeaseStore,
+        worker_id: str,
+        *,
+        renew_s: float = 3.0,
+        report_s: float = REPORT_S,
+        report: Callable[[WorkerLoad], bool] | None = None,
+    ) -> None:
         self.epoch = 0
         """The lease's epoch; 0 until it is acquired."""
         self.fenced = asyncio.Event()
@@ -36,6 +52,8 @@ class LeaseKeeper:
         self._leases = leases
         self._worker_id = worker_id
         self._renew_s = renew_s
+        self._report_s = min(report_s, renew_s)
+        self._report = report
         self._due = asyncio.Event()
         self._num_unused = 0
         """Number of consecutive epochs that were acquired and never renewed."""
@@ -68,7 +86,7 @@ class LeaseKeeper:
                 return self.epoch
 
     async def run(self, describe: DescribeWorker) -> None:
-        """Renew the lease with the result of `describe` every `renew_s` and after each `renew_soon`.
+        """Renew the lease with the result of `describe` every `renew_s`, if it changes, and after each `renew_soon`.
 
         Returns only when the epoch has ended and the next one must be acquired: the lease has expired because this
         process or the connection to the store stalled, or the clock was set back.
@@ -79,8 +97,9 @@ class LeaseKeeper:
         num_failures = 0
         while True:
             self._due.clear()
+            described = describe()
             try:
-                if not await self._leases.renew(*describe()):
+                if not await self._leases.renew(*described):
                     if not self._num_unused:
                         logger.warning("%s: the lease of epoch %d has ended", self._worker_id, self.epoch)
                     return
@@ -93,9 +112,18 @@ class LeaseKeeper:
             except Fenced:
                 self.fenced.set()
                 raise
+            await self._wait_until_due(describe, described)
+
+    async def _wait_until_due(self, describe: DescribeWorker, described: tuple[WorkerInfo, WorkerLoad]) -> None:
+        loop = asyncio.get_running_loop()
+        due_at = loop.time() + self._renew_s
+        while (left_s := due_at - loop.time()) > 0 and not self._due.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._renew_s):
+                async with asyncio.timeout(min(left_s, self._report_s)):
                     await self._due.wait()
+            info, load = describe()
+            if info != described[0] or (load != described[1] and not (self._report and self._report(load))):
+                return
 
     def renew_soon(self) -> None:
         """Renew at once, so that other processes see a change: the worker is ready, or draining."""

@@ -6,12 +6,15 @@ import json
 import logging
 import math
 import time
+from dataclasses import astuple
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from redis.exceptions import NoPermissionError
 
+from baton.cluster import Worker
 from baton.errors import Fenced, StoreUnavailable
+from baton.tasks import paced
 from baton.trust import Principal
 from baton.trust.keys import SIGNATURE_BYTES
 from baton.trust.proofs import MAX_SKEW_S
@@ -21,13 +24,23 @@ from kvstore.index.keys import Keys
 from kvstore.index.names import IdSet
 from kvstore.index.signed import EPOCH_PROOF_BYTES, proved_epoch, signed_epoch
 from kvstore.index.values import MAX_EPOCH, MAX_NAME_BYTES, MAX_NUMBER_BYTES, natural, text
-from kvstore.leases.codec import MAX_BYTES, decode_controller, decode_router, decode_sizes, decode_worker, encode
+from kvstore.leases.chain import RENEWAL_BYTES
+from kvstore.leases.codec import (
+    MAX_BYTES,
+    decode_controller,
+    decode_info,
+    decode_load,
+    decode_router,
+    decode_sizes,
+    encode,
+)
+from kvstore.leases.loads import ReportedLoads
 from kvstore.leases.signed import HEAD_BYTES, SignedRegistry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
-    from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
+    from baton.cluster import ControllerInfo, RouterInfo, WorkerInfo, WorkerLoad
     from baton.trust import KeyFile
 
 logger = logging.getLogger(__name__)
@@ -35,15 +48,23 @@ T = TypeVar("T")
 ACQUIRE = Script("kvstore.leases", "acquire.lua")
 RENEW = Script("kvstore.leases", "renew.lua")
 RELEASE = Script("kvstore.leases", "release.lua")
+ANNOUNCE = Script("kvstore.leases", "announce.lua")
 DISOWN = Script("kvstore.leases", "disown.lua")
+CHANGED = Script("kvstore.leases", "changed.lua")
 LEASE_FIELDS = {
     "epoch": MAX_NUMBER_BYTES,
+    "since": MAX_NUMBER_BYTES,
+    "renewal": RENEWAL_BYTES,
     "info": MAX_BYTES,
     "load": MAX_BYTES,
+    "anchored": SIGNATURE_BYTES,
     "stamp": MAX_NUMBER_BYTES,
     "signature": SIGNATURE_BYTES,
 }
 """Fields of a lease, with the maximum size of each in bytes."""
+LEASES_AT_ONCE = max(1, reads.ANSWER_BYTES // sum(LEASE_FIELDS.values()))
+SLICE_S = 0.002
+"""Time for which leases are decoded and verified before other tasks run."""
 ANNOUNCEMENT_BYTES = HEAD_BYTES + MAX_BYTES
 SIZES_BOUNDS = reads.HashBounds(
     num_fields=64, name_bytes=MAX_NAME_BYTES, value_bytes=MAX_NUMBER_BYTES, num_bytes=64 * MAX_NUMBER_BYTES
@@ -57,6 +78,14 @@ SIGNED_SIZES = "signed"
 """Field of the desired sizes that contains all of them, signed."""
 
 
+class _Decoded(NamedTuple):
+    """A lease's description and load as found, and decoded."""
+
+    info: bytes | None
+    load: bytes | None
+    worker: Worker
+
+
 class RedisLeases:
     """`LeaseStore` in Redis. Owns `connection`: `close` closes it.
 
@@ -64,6 +93,7 @@ class RedisLeases:
         clock: wall time in seconds.
         monotonic_s: monotonic seconds.
         keys: this member's keys; None: nothing is signed, and every readable value is accepted.
+        loads: loads that workers have reported since; the listed workers have the newer ones.
     """
 
     def __init__(
@@ -76,8 +106,10 @@ class RedisLeases:
         clock: Callable[[], float] = time.time,
         monotonic_s: Callable[[], float] = time.monotonic,
         keys: KeyFile | None = None,
+        loads: ReportedLoads | None = None,
     ) -> None:
         self._connection = connection
+        self._loads = loads
         self._keys = Keys(namespace)
         self._lease_ms = int(lease_s * 1000)
         self._blocks_ttl_ms = int(blocks_ttl_s * 1000)
@@ -86,6 +118,8 @@ class RedisLeases:
         self._signed = None if keys is None else SignedRegistry(keys, lease_s, clock, monotonic_s)
         self._sizes: dict[str, int] = {}
         """Desired sizes that this process has set."""
+        self._decoded: dict[str, _Decoded] = {}
+        """Leases as they were decoded last, by worker."""
         self._workers = IdSet(connection, self._keys.workers, self._keys.lease)
         self._routers = IdSet(connection, self._keys.routers, self._keys.router)
 
@@ -105,7 +139,7 @@ class RedisLeases:
             raise await self._overtaken(worker_id, int(epoch), after or 0)
         if self._member is not None:
             claim = signed_epoch(self._member.keys, keys.claim(worker_id), int(epoch))
-            await self._connection.call("SET", keys.claim(worker_id), claim, "PX", EPOCH_TTL_MS)
+            await self._connection.run(ANNOUNCE, [keys.claim(worker_id)], claim, EPOCH_TTL_MS)
         return int(epoch)
 
     async def renew(self, info: WorkerInfo, load: WorkerLoad) -> bool:
@@ -113,13 +147,13 @@ class RedisLeases:
         if not await self._set_stamps(may_fall=False):
             return False
         texts = encode(info), encode(load)
-        stamp: tuple[int | str, bytes] = ("", b"")
+        proof: tuple[str | bytes | int, ...] = ("",)
         if self._signed is not None:
-            stamp = self._signed.lease(keys.lease(info.id), info.epoch, *texts)
+            proof = astuple(self._signed.renewed(keys.lease(info.id), info.epoch, *texts))
         (found,) = await self._connection.run(
             RENEW,
             [keys.epoch(info.id), keys.lease(info.id), keys.workers, keys.boot, *self._owned(info.id, info.epoch)],
-            *(info.id, info.epoch, *texts, self._lease_ms, self._blocks_ttl_ms, EPOCH_TTL_MS, *stamp),
+            *(info.id, info.epoch, *texts, self._lease_ms, self._blocks_ttl_ms, EPOCH_TTL_MS, *proof),
         )
         holder = int(found)
         if holder > info.epoch:
@@ -136,40 +170,47 @@ class RedisLeases:
         return [worker for worker in (await self.list_leases()).values() if worker]
 
     async def list_leases(self) -> dict[str, Worker | None]:
-        keys, connection = self._keys, self._connection
-        ids = await self._workers.look()
         workers: dict[str, Worker | None] = {}
-        found = reads.hashes(connection, [keys.lease(each) for each in ids], LEASE_FIELDS)
-        async for worker_id, lease in _named(ids, found):
+        async for worker_id, lease in self._found(await self._workers.look()):
             match lease:
-                case None | [_, None, None, *_]:
+                case None | [_, _, _, None, None, *_]:
                     pass  # the lease is just ending, or was acquired and not described yet
                 case _ if self._signed is None:
-                    key = keys.lease(worker_id)
-                    workers[worker_id] = next(iter(self._read(key, partial(_leased, worker_id), lease)), None)
+                    key = self._keys.lease(worker_id)
+                    workers[worker_id] = next(iter(self._read(key, partial(self._leased, worker_id), lease)), None)
                 case _:
                     for worker in self._read_signed(self._signed, worker_id, lease):
                         workers[worker_id] = worker
+        if self._signed is not None:
+            self._signed.forget_all_but({self._keys.lease(each) for each in workers})
         for worker_id, holder in (self._signed.borrowed(workers) if self._signed is not None else {}).items():
-            connection.note(keys.lease(worker_id), f"it names the address of {holder}, which lives")
+            self._connection.note(self._keys.lease(worker_id), f"it names the address of {holder}, which lives")
             workers[worker_id] = None
         self._workers.keep(worker_id for worker_id, worker in workers.items() if worker is not None)
-        epochs = reads.strings(connection, [keys.epoch(each) for each in ids], MAX_NUMBER_BYTES)
-        async for worker_id, epoch in _named(ids, epochs):
-            if epoch is not None:
-                self._read(keys.epoch(worker_id), _epoch, epoch)  # only the owner reads the epoch, and raises Fenced
-        return workers
+        self._decoded = {each: self._decoded[each] for each in workers.keys() & self._decoded.keys()}
+        return workers if self._loads is None else _with_newest(self._loads, workers)
+
+    async def _found(self, ids: Sequence[str]) -> AsyncIterator[tuple[str, Any]]:
+        """Yield each id with the fields of its lease as `LEASE_FIELDS` lists them.
+
+        Of a lease whose signed values were read before, the renewal alone is yielded. None stands for no lease, and a
+        BadValue for one that is too large. Other tasks run between two slices.
+        """
+        bounds = [len(LEASE_FIELDS), *(part for field in LEASE_FIELDS.items() for part in field)]
+        for start in range(0, len(ids), LEASES_AT_ONCE):
+            some = ids[start : start + LEASES_AT_ONCE]
+            leases = [self._keys.lease(each) for each in some]
+            known = [self._signed.version(key) if self._signed is not None else "" for key in leases]
+            epochs = [self._keys.epoch(each) for each in some]
+            (answers,) = await self._connection.ask(CHANGED, [*leases, *epochs], *bounds, *known)
+            async for worker_id, found in paced(zip(some, answers, strict=True), SLICE_S):
+                yield worker_id, BadValue(found.decode()) if isinstance(found, bytes) else found
 
     async def announce_router(self, info: RouterInfo) -> None:
         await self._set_stamps(may_fall=True)
         key = self._keys.router(info.id)
-        announced = ("SADD", self._keys.routers, info.id)
-        _, listed = await self._connection.pipeline(
-            [("SET", key, self._announcement(key, encode(info)), "PX", self._lease_ms), announced]
-        )
-        if isinstance(listed, BadValue):
-            self._connection.note(self._keys.routers, listed.reason)
-            await self._connection.pipeline([("UNLINK", self._keys.routers), announced])
+        value = self._announcement(key, encode(info))
+        await self._connection.run(ANNOUNCE, [key, self._keys.routers], value, self._lease_ms, info.id)
 
     async def list_routers(self) -> list[RouterInfo]:
         ids = await self._routers.look()
@@ -185,7 +226,7 @@ class RedisLeases:
     async def announce_controller(self, info: ControllerInfo) -> None:
         await self._set_stamps(may_fall=True)
         key = self._keys.controller
-        await self._connection.call("SET", key, self._announcement(key, encode(info)), "PX", self._lease_ms)
+        await self._connection.run(ANNOUNCE, [key], self._announcement(key, encode(info)), self._lease_ms)
 
     async def get_controller(self) -> ControllerInfo | None:
         key = self._keys.controller
@@ -245,8 +286,25 @@ class RedisLeases:
         if sight is None or not signed.is_alive(sight):
             return []
         if seen and sight.is_new:
-            sight.value = next(iter(self._read(key, partial(_leased, worker_id), lease)), None)
+            sight.value = next(iter(self._read(key, partial(self._leased, worker_id), lease)), None)
         return [sight.value]
+
+    def _leased(self, worker_id: str, lease: Sequence[bytes | None]) -> Worker:
+        """Decode a lease, except for the parts that have not changed; raises ValueError if it is another worker's."""
+        found_epoch, _, _, info, load, *_ = lease
+        last = self._decoded.get(worker_id)
+        is_same = last is not None and last.info == info, last is not None and last.load == load
+        if last is not None and all(is_same):
+            worker = last.worker
+        else:
+            worker = Worker(
+                last.worker.info if last is not None and is_same[0] else decode_info(info or b""),
+                last.worker.load if last is not None and is_same[1] else decode_load(load or b""),
+            )
+        if (worker.info.id, worker.info.epoch) != (worker_id, natural(found_epoch, MAX_EPOCH)):
+            raise ValueError(f"the entry names worker {worker.info.id!r}, epoch {worker.info.epoch}")
+        self._decoded[worker_id] = _Decoded(info, load, worker)
+        return worker
 
     def _read_announced(self, key: str, author: Principal, decode: Callable[[bytes], T], found: Any) -> list[T]:
         """Return the decoded value as a list of one; an empty list if it is not authentic or cannot be read."""
@@ -333,25 +391,16 @@ class RedisLeases:
         ]
 
 
+def _with_newest(loads: ReportedLoads, workers: Mapping[str, Worker | None]) -> dict[str, Worker | None]:
+    loads.keep(workers.keys())
+    return {each: None if worker is None else loads.newest(worker) for each, worker in workers.items()}
+
+
 async def _named(ids: Iterable[str], found: AsyncIterator[T]) -> AsyncIterator[tuple[str, T]]:
     """Yield the value that was found for each id, in the order of the ids."""
     names = iter(ids)
     async for each in found:
         yield next(names), each
-
-
-def _epoch(found: bytes) -> int:
-    """Decode an epoch; raises ValueError."""
-    return natural(found, MAX_EPOCH)
-
-
-def _leased(worker_id: str, lease: Sequence[bytes | None]) -> Worker:
-    """Decode a lease; raises ValueError if it belongs to another worker."""
-    epoch, info, load, *_ = lease
-    worker = decode_worker(info or b"", load or b"")
-    if (worker.info.id, worker.info.epoch) != (worker_id, natural(epoch, MAX_EPOCH)):
-        raise ValueError(f"the entry names worker {worker.info.id!r}, epoch {worker.info.epoch}")
-    return worker
 
 
 def _announced(router_id: str, found: bytes) -> RouterInfo:

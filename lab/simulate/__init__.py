@@ -4,6 +4,7 @@
     cluster        worker: the production engine, scheduler and block pool over `costs`
                    costs: of known GPUs, or what `baton bench` has measured
                    world: arrivals, decisions, steps, transfers and pulls, on one heap
+                   views: what a policy sees of the workers of a large pool
     policies       policy (inputs and decisions), production (router.placement), textbook and baselines
     results        run (one process per run), report, command
 
@@ -27,6 +28,7 @@ __all__ = [
     "run",
     "scaler",
     "textbook",
+    "views",
     "worker",
     "world",
 ]

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.cluster import ClusterStatus, PoolStatus, Role, RouterInfo, Worker, WorkerInfo, WorkerState
+from kvstore.index import Mirror
 from lab.simulate.worker import SimulatedWorker
+from router.placement.pool_view import FEW_WORKERS
 
 if TYPE_CHECKING:
     from lab.simulate.costs import CostModel
@@ -32,7 +34,7 @@ class SimulatedMember:
 
 
 class Members:
-    """All workers, in order of their index.
+    """All workers, in order of their index. Of many, a mirror knows which blocks they hold.
 
     Args:
         prefill, decode: initial numbers of workers.
@@ -50,22 +52,33 @@ class Members:
         prefill_shape, prefill_costs = of_prefill or (shape, costs)
         self._shapes = {Role.PREFILL: prefill_shape, Role.DECODE: shape}
         self._costs = {Role.PREFILL: prefill_costs, Role.DECODE: costs}
+        self.mirror = Mirror() if prefill + decode > FEW_WORKERS else None
         self.all: list[SimulatedMember] = []
+        self._ready: dict[Role, list[SimulatedWorker]] = {}
+        """Ready workers by role, until one of them changes."""
         for role, num in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
             for _ in range(num):
                 self.start(role, 0.0).state = WorkerState.READY
 
     def ready(self, role: Role) -> list[SimulatedWorker]:
-        return [m.worker for m in self.all if m.role is role and m.state is WorkerState.READY]
+        """Return the workers of a role that take work; the same list until one of them changes."""
+        if (found := self._ready.get(role)) is None:
+            found = [m.worker for m in self.all if m.role is role and m.state is WorkerState.READY]
+            self._ready[role] = found
+        return found
+
+    def worker(self, index: int) -> SimulatedWorker:
+        return self.all[index].worker
 
     def start(self, role: Role, now: float) -> SimulatedMember:
         """Add a worker that is starting; see `is_up`."""
-        worker = SimulatedWorker(len(self.all), self._shapes[role], self._costs_of(role))
+        worker = SimulatedWorker(len(self.all), self._shapes[role], self._costs_of(role), self.mirror)
         self.all.append(SimulatedMember(worker=worker, role=role, state=WorkerState.STARTING, started_s=now))
         return self.all[-1]
 
     def is_up(self, member: SimulatedMember) -> None:
         member.state = WorkerState.READY
+        self._ready.clear()
 
     def least_busy(self, role: Role) -> SimulatedMember | None:
         """Return the worker with the least work that may leave its pool; None: there is none, or only the last decode
@@ -79,6 +92,7 @@ class Members:
     def leave(self, member: SimulatedMember, then: Role | None) -> None:
         """Stop giving the worker new work, until it has left."""
         member.state, member.then = WorkerState.DRAINING, then
+        self._ready.clear()
 
     def is_leaving(self, worker: SimulatedWorker) -> bool:
         return self.all[worker.index].state is WorkerState.DRAINING
@@ -99,6 +113,7 @@ class Members:
             member.state, member.stopped_s = WorkerState.DEAD, now
             return True
         member.state, member.role, member.then = WorkerState.READY, member.then, None
+        self._ready.clear()
         worker.costs = self._costs_of(member.role)
         return True
 

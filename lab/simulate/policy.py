@@ -115,6 +115,7 @@ class TwoLegs:
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
     ) -> RoutingDecision:
+        prefill, decode = list(prefill), list(decode)  # each view is taken once
         if not prefill:
             worker = self._policy.choose(request, decode)
             return self._decision(worker, worker)

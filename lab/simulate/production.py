@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING
 from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.costs import believed, typical
 from baton.errors import Overloaded
+from kvstore.index import Owners
 from lab.simulate.policy import RoutingDecision
+from lab.simulate.views import PoolViews
 from lab.simulate.worker import key_of
 from router.admission import AnswerHistory, Gate, QueueEntry
 from router.admission.tenants import DEFAULT_TENANT
-from router.placement import Job, LoadTracker, Objective, Prices, Prompt, Residence, Weights, place
+from router.placement import Candidate, Job, LoadTracker, Objective, Prices, Prompt, Residence, Turn, Weights, place
+from router.placement.order import LoadOrders
+from router.placement.policy import session_of
+from router.placement.pool_view import MAX_HOLDERS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from baton.config import RouterConfig
     from baton.costs import StepCosts
     from lab.simulate.policy import WorkerView
+    from lab.simulate.worker import SimulatedWorker
     from lab.traces.trace import TraceRequest
 
 REPORT_S = 1.0
@@ -68,6 +74,10 @@ class Production:
         self._costs: dict[int, StepCosts] = {}
         """Step costs of each worker, as of its latest report."""
         self._next_report_s: dict[Role, float] = {}
+        self._pools: dict[Role, Sequence[SimulatedWorker]] = {}
+        """Ready workers of large pools, as of the last placement."""
+        self._orders = LoadOrders()
+        """Orders of these workers."""
         self._placed: dict[int, _Placed] = {}
         """Placements of requests, by the identity of the request."""
         self._admit: set[int] = set()
@@ -80,11 +90,14 @@ class Production:
         at_most = request.num_output_tokens if self._knows_lengths else UNLIMITED_TOKENS
         expected = self._history.expect(DEFAULT_TENANT.id, at_most, self._knows_lengths)
         prompt = Prompt(request.num_prompt_tokens, tuple(map(key_of, request.block_ids[:2])), expected)
-        books = [*self._loads_of(prefill, Role.PREFILL, now_s), *self._loads_of(decode, Role.DECODE, now_s)]
-        views = [*prefill, *decode]
-        candidates = [
-            book.seen((0, False), view.num_cached_tokens, now_s) for book, view in zip(books, views, strict=True)
-        ]
+        if isinstance(decode, PoolViews):
+            candidates = self._few(prompt, (0, False), {Role.PREFILL: prefill, Role.DECODE: decode}, now_s)
+        else:
+            books = [*self._loads_of(prefill, Role.PREFILL, now_s), *self._loads_of(decode, Role.DECODE, now_s)]
+            views = [*prefill, *decode]
+            candidates = [
+                book.seen((0, False), view.num_cached_tokens, now_s) for book, view in zip(books, views, strict=True)
+            ]
         placement = place(
             prompt,
             candidates,
@@ -93,6 +106,7 @@ class Production:
             weights=self._weights,
             prices=self._prices,
             pull_above_tokens=config.pull_above_tokens,
+            rotates=not isinstance(decode, PoolViews),
         )
         assert placement is not None, "every pool has a worker"
         entry = QueueEntry(tenant=DEFAULT_TENANT, priority=0, ttft_s=self._objective.ttft_s)
@@ -155,6 +169,27 @@ class Production:
     def _leave(job: Job, now_s: float) -> None:
         if job.decoding_at:
             job.decoding_at.finished(job, now_s)
+
+    def _few(
+        self, prompt: Prompt, turn: Turn, pools: Mapping[Role, Sequence[WorkerView]], now_s: float
+    ) -> list[Candidate]:
+        """Return candidates of large pools, as `PoolView` does."""
+        views = {role: each for role, each in pools.items() if isinstance(each, PoolViews)}
+        is_changed = any(self._pools.get(role) is not each.workers for role, each in views.items())
+        for role, each in views.items():
+            if is_changed or now_s >= self._next_report_s.get(role, 0.0):
+                self._loads_of(each, role, now_s)
+        if is_changed:
+            self._pools = {role: each.workers for role, each in views.items()}
+            ready = [self._loads[worker.index] for each in views.values() for worker in each.workers]
+            self._orders.adopt(ready, now_s)
+        session, held = session_of(prompt), views[Role.DECODE].lookup()
+        owners = held.longest(MAX_HOLDERS, session) if isinstance(held, Owners) else held
+        books = dict.fromkeys(self._orders.least(turn, session, now_s, lambda book: True))
+        books |= {book: None for index in map(int, owners) if (book := self._loads[index]) in self._orders}
+        return [
+            book.seen(turn, views[book.candidate.role].num_cached_tokens(int(book.worker_id)), now_s) for book in books
+        ]
 
     def _loads_of(self, pool: Sequence[WorkerView], role: Role, now_s: float) -> list[LoadTracker]:
         joined = any(view.index not in self._costs for view in pool)

@@ -7,6 +7,7 @@ ends the leap after the current step.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
@@ -15,6 +16,7 @@ from baton.cluster import Computes, WorkerLoad, WorkerState
 from baton.messages import Adapter, SequenceSpec
 from baton.sampling import SamplingParams
 from baton.scores import Sampled
+from engine.core.block_pool import Stored
 from engine.core.engine import Engine
 from engine.core.image_store import ImageStore
 from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
@@ -24,11 +26,13 @@ from engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput,
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence
 from engine.core.step_fit import StepSize
+from kvstore.index import BlockEvent, Op
 from lab.simulate.policy import WorkerView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
+    from kvstore.index import Mirror
     from lab.simulate.costs import CostModel
     from lab.traces.trace import TraceRequest
 
@@ -94,6 +98,7 @@ class CostlyRunner:
     computes = Computes()
     expert_tokens = ()
     num_start_tokens = 0
+    canvas_length = 0
 
     def __init__(self, shape: WorkerShape) -> None:
         self.spec = shape.spec
@@ -180,10 +185,15 @@ class Tokens:
 class SimulatedWorker:
     """Simulated worker. Time is an argument: the owner reads `ends_s` after every call, and calls `finish` and `begin`
     then.
+
+    Args:
+        mirror: index of the workers' blocks, which the worker keeps up to date; None: there is none.
     """
 
-    def __init__(self, index: int, shape: WorkerShape, costs: CostModel) -> None:
+    def __init__(self, index: int, shape: WorkerShape, costs: CostModel, mirror: Mirror | None = None) -> None:
         self.index = index
+        self._mirror = mirror
+        self._num_events = 0
         self.shape = shape
         self.costs = costs
         limits = SchedulerLimits(
@@ -226,10 +236,18 @@ class SimulatedWorker:
     def insert(self, sequence: Sequence, now: float) -> bool:
         """Insert a reserved sequence whose KV has arrived. Return whether its first token was its last."""
         self.cut_short(now)
-        return self.engine.insert(sequence, sequence.token_ids[-1] + 1, now) is not None
+        is_finished = self.engine.insert(sequence, sequence.token_ids[-1] + 1, now) is not None
+        self._publish()
+        return is_finished
+
+    def adopt(self, sequence: Sequence, num_tokens: int) -> None:
+        """Make tokens of a reserved sequence, whose KV has arrived, computed ones."""
+        self.engine.adopt(sequence, num_tokens)
+        self._publish()
 
     def end(self, sequence: Sequence) -> None:
         self.engine.end(sequence)
+        self._publish()
 
     def finish(self, now: float) -> list[Tokens | PromptComputed]:
         """End the step that is due, if any, and return its results."""
@@ -243,7 +261,7 @@ class SimulatedWorker:
         """Start the next step, if there is work. Return the sequences that got blocks to receive KV."""
         assert self._step is None, "one step at a time"
         step, outputs = self.engine.schedule(now)
-        self.engine.take_block_events()
+        self._publish()
         if step:
             self._step = self._begin(step, now)
         sequences = self.engine.sequences
@@ -316,7 +334,24 @@ class SimulatedWorker:
                 happened.append(PromptComputed(sequence))
             else:
                 happened.append(Tokens(sequence, step.num_steps, step.step_s, finished))
+        self._publish()
         return happened
+
+    def _publish(self) -> None:
+        """Pass the changes of the cache on to the mirror."""
+        changes = self.engine.take_block_events()
+        if self._mirror is None:
+            return
+        for kind, same in itertools.groupby(changes, type):
+            self._num_events += 1
+            event = BlockEvent(
+                worker_id=str(self.index),
+                epoch=1,
+                seq=self._num_events,
+                op=Op.STORED if kind is Stored else Op.REMOVED,
+                keys=tuple([change.key for change in same]),
+            )
+            self._mirror.apply(event)
 
     def _executed(self, step: _Step) -> StepOutput:
         """Return the model's output for all steps of a leap: as many tokens for each sequence."""

@@ -27,6 +27,7 @@ from engine.core.sequence import Purpose, Status
 from lab.simulate.flight import Flight, Served, spec_of
 from lab.simulate.members import Members
 from lab.simulate.scaler import Scaler, StartOrder
+from lab.simulate.views import PoolViews
 from lab.simulate.worker import BlocksReserved, PromptComputed, Tokens, key_of
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from engine.core.outputs import Pin
     from engine.core.sequence import Sequence as EngineSequence
     from lab.simulate.costs import CostModel
-    from lab.simulate.policy import Placer
+    from lab.simulate.policy import Placer, WorkerView
     from lab.simulate.scaler import Scaling
     from lab.simulate.worker import SimulatedWorker, WorkerShape
     from lab.traces.trace import Trace, TraceRequest
@@ -131,14 +132,15 @@ class World:
     def _place(self, served: Served) -> None:
         request = served.request
         keys = tuple(map(key_of, request.block_ids))
-        prefill, decode = ([w.view(keys, request) for w in self.members.ready(role)] for role in Role)
+        members = self.members
+        prefill, decode = (self._views(members.ready(role), request, keys) for role in Role)
         decision = self._placer.place(request, prefill, decode, self.now)
         if decision is None:
             served.is_refused = True
             if self._scaler is not None:
                 self._scaler.refused()
             return
-        computes, decodes = self.workers[decision.computes], self.workers[decision.decodes]
+        computes, decodes = members.worker(decision.computes), members.worker(decision.decodes)
         cached = max(computes.num_cached_tokens(keys, request.num_prompt_tokens), decision.source_tokens)
         served.worker = computes.index
         uncached = request.num_prompt_tokens - cached
@@ -156,7 +158,14 @@ class World:
         if decision.source is None:
             self._begin(flight)
         else:
-            self._pull(flight, self.workers[decision.source], decision.source_tokens)
+            self._pull(flight, members.worker(decision.source), decision.source_tokens)
+
+    def _views(
+        self, workers: Sequence[SimulatedWorker], request: TraceRequest, keys: tuple[bytes, ...]
+    ) -> Sequence[WorkerView]:
+        if self.members.mirror is not None:
+            return PoolViews(workers, request, keys, self.members)
+        return [worker.view(keys, request) for worker in workers]
 
     def _begin(self, flight: Flight) -> None:
         """Start on the worker that decodes: generate, or reserve room."""
@@ -184,7 +193,7 @@ class World:
         source, pin = pinned
         source.engine.unpin(pin)
         if num_tokens:
-            flight.computes.engine.adopt(sequence, num_tokens)
+            flight.computes.adopt(sequence, num_tokens)
         flight.computes.end(sequence)
         self._begin(flight)
         self._wake(source)

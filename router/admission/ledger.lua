@@ -112,6 +112,9 @@ for index, window in ipairs(windows) do
   reset[index] = last and (last + spans + 1) * window.span_ms - now or 0
   life = math.max(life, reset[index])
 end
-if life > 0 then redis.call('SET', KEYS[1], cmsgpack.pack({kept, seats}), 'PX', math.ceil(life)) end
+if life > 0 then
+  redis.call('PEXPIRE', KEYS[1], math.ceil(life)) -- first, so that a full Redis takes the account
+  redis.call('SET', KEYS[1], cmsgpack.pack({kept, seats}), 'PX', math.ceil(life))
+end
 local mine = seats[writer] or {0, 0, 0, 0}
 return {refused, math.ceil(retry), used, reset, others + mine[2], others_reserved + mine[4], garbage}

@@ -240,16 +240,14 @@ class ImageLooker:
                 left_s -= time.monotonic() - began_s
 
     def _ranked(self, first: bytes) -> list[Worker]:
-        """Return the workers that may decode the images of a request, the best one first.
+        """Return workers that may decode the images of a request, the best one first.
 
         Rendezvous hashing with the first image ranks them, so all requests of a conversation go to the same worker.
         """
-        pools, role = self._pools, Role.DECODE if self._config.mode == Mode.AGGREGATED else Role.PREFILL
-        ready = [worker for worker in pools.workers if worker.info.takes_images and pools.is_trusted(worker)]
-        ready = [worker for worker in ready if worker.info.role is role] or ready
+        pools, session = self._pools, xxhash.xxh64_intdigest(first)
+        ready = pools.for_images(Role.DECODE if self._config.mode == Mode.AGGREGATED else Role.PREFILL, session)
         wait_s = {worker.info.id: pools.wait_s(worker, (0, False)) for worker in ready}
         limit_s = min(wait_s.values(), default=0.0) + BUSY_S
-        session = xxhash.xxh64_intdigest(first)
 
         def rank(worker: Worker) -> tuple[bool, int]:
             return wait_s[worker.info.id] > limit_s, xxhash.xxh64_intdigest(worker.info.id.encode(), session)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 from baton import wire
 from baton.blocks import HASH_BLOCK, num_pullable
 from baton.cluster import Role, Worker
 from baton.config import RouterConfig
 from baton.errors import NoWorker, Overloaded, Unsupported
-from baton.messages import PrefixSource, SequenceSpec
+from baton.messages import Adapter, PrefixSource, SequenceSpec
 from baton.trust import PERMIT_S, KeyFile, Party, Permit, keys_digest
 from router.dispatch.choice import Assignment, Choice
 from router.placement import (
-    NO_LOADS,
     Candidate,
     Mode,
     Placement,
@@ -76,7 +76,13 @@ class WorkerSelector:
             if spec.adapter is not None:
                 excluded |= self.pools.without_adapters
             decide = self._decider(choice, spec, avoid.no_sources)
-            candidates = self.pools.candidates(prompt, (-claim.priority, False), excluded)
+            candidates = self.pools.candidates(
+                prompt,
+                (-claim.priority, False),
+                excluded,
+                wanted=self._wanted(choice, spec, prompt),
+                num_doubted=len(avoid.doubted),
+            )
             trusted = _most_trusted_first(candidates, avoid.doubted)
             placement = next((found for each in trusted if (found := decide(prompt, each, mode)) is not None), None)
             if placement is not None:
@@ -96,7 +102,8 @@ class WorkerSelector:
         excluded = choice.avoid.refused | self.pools.unfit(spec).keys() | self.pools.unable(spec)
         if spec.adapter is not None:
             excluded |= self.pools.without_adapters
-        candidates = self.pools.candidates(prompt, (-choice.claim.priority, False), excluded)
+        wanted = (leader.kv_is_on,) if leader.kv_is_on else ()
+        candidates = self.pools.candidates(prompt, (-choice.claim.priority, False), excluded, wanted=wanted)
         num_there = (prompt.num_tokens - 1) // self.pools.block_size * self.pools.block_size
         there = [
             replace(candidate, num_cached_tokens=num_there)
@@ -117,8 +124,12 @@ class WorkerSelector:
         if not with_room:
             return None
         prompt = self.prompt(spec)
-        candidates = self.pools.candidates(prompt, (-choice.claim.priority, False))
-        fitting = [c for c in candidates if c.worker_id in with_room]
+        turn = -choice.claim.priority, False
+        wanted = chain(with_room, self._wanted(choice, spec, prompt))
+        candidates = self.pools.candidates(prompt, turn, excluded, wanted=wanted)
+        fitting = [
+            c for c in candidates if c.takes_work and c.role is Role.DECODE and c.room_tokens >= prompt.num_tokens
+        ]
         placement = self._decider(choice, spec)(prompt, fitting, Mode.AGGREGATED)
         if placement is None or placement.prediction.room_s > 0:
             return None
@@ -153,17 +164,19 @@ class WorkerSelector:
     def _decider(
         self, choice: Choice, spec: SequenceSpec, no_sources: Collection[str] = ()
     ) -> Callable[[Prompt, Sequence[Candidate], str], Placement | None]:
-        claim = choice.claim
-        decide = partial(
+        claim, adapter = choice.claim, spec.adapter
+        decide: Callable[[Prompt, Sequence[Candidate], str], Placement | None] = partial(
             place,
             objective=claim.objective,
             weights=claim.weights,
             prices=self.prices.prices,
             pull_above_tokens=self._config.pull_above_tokens,
             not_from=no_sources,
-            loads_s=NO_LOADS if spec.adapter is None else self.pools.loads_s(spec.adapter),
             images=choice.images.costs(spec) if choice.images else None,
+            rotates=not self.pools.is_large,
         )
+        if adapter is not None:
+            decide = partial(self._decide_with_adapter, decide, adapter)
         if not choice.is_drawn:
             return decide
 
@@ -174,6 +187,24 @@ class WorkerSelector:
             return min(found, key=lambda each: _answered_s(prompt, each.prediction), default=None)
 
         return decide_alike
+
+    def _wanted(self, choice: Choice, spec: SequenceSpec, prompt: Prompt) -> Iterable[str]:
+        """Return workers that hold the request's images or its adapter."""
+        if choice.images is None and spec.adapter is None:
+            return ()
+        images = choice.images.costs(spec).saved_s if choice.images else ()
+        return chain(images, self.pools.with_adapter(spec.adapter, prompt))
+
+    def _decide_with_adapter(
+        self,
+        decide: Callable[..., Placement | None],
+        adapter: Adapter,
+        prompt: Prompt,
+        among: Sequence[Candidate],
+        mode: str,
+    ) -> Placement | None:
+        loads_s = self.pools.loads_s(adapter, [candidate.worker_id for candidate in among])
+        return decide(prompt, among, mode, loads_s=loads_s)
 
     def _assigned(self, spec: SequenceSpec, prompt: Prompt, placement: Placement, num_believed: int) -> Assignment:
         pools, source = self.pools, None

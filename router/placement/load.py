@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import xxhash
+
 from baton.cluster import Role, Worker, WorkerState
 from baton.costs import PRIOR, StepCosts, believed
 from router.placement.policy import Candidate
@@ -51,7 +53,7 @@ class Residence:
         self.mean_s += SMOOTHING * (seconds - self.mean_s)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class LoadTracker:
     """Load of one incarnation of a worker. `candidate` is current, except for fields that depend on the request."""
 
@@ -60,6 +62,12 @@ class LoadTracker:
     block_size: int
     candidate: Candidate
     residence: Residence
+    sampler: str = ""
+    """Name of the worker's sampler."""
+    place: int = 0
+    """Place among equally loaded workers: a hash of 64 bits."""
+    moved: set[LoadTracker] | None = None
+    """Set to which the worker is added when its wait or its KV changes; see `router.placement.order`."""
     _queue_s: dict[Turn, float] = field(default_factory=dict)
     _jobs: dict[Job, None] = field(default_factory=dict)
     """Queued jobs, oldest first."""
@@ -84,6 +92,8 @@ class LoadTracker:
             block_size=info.block_size,
             candidate=Candidate(worker_id=info.id, role=info.role),
             residence=residence,
+            sampler=info.sampler,
+            place=xxhash.xxh64_intdigest(f"{info.id}/{info.epoch}".encode()),
         )
         book.report(worker)
         return book
@@ -104,7 +114,11 @@ class LoadTracker:
         candidate.role = worker.info.role  # the role may change; jobs already placed on it stay
         candidate.costs = believed(load.costs, usual)
         candidate.chunk_tokens = worker.info.chunk_tokens
-        self._others_s = max(0.0, load.queued_tokens * candidate.costs.s_per_token - sum(self._queue_s.values()))
+        others_s = max(0.0, load.queued_tokens * candidate.costs.s_per_token - sum(self._queue_s.values()))
+        if others_s != self._others_s:
+            self._others_s = others_s
+            if self.moved is not None:
+                self.moved.add(self)
         self._refresh()
 
     def seen(self, turn: Turn, num_cached_tokens: int, now: float) -> Candidate:
@@ -126,6 +140,12 @@ class LoadTracker:
             wait_s -= min(now - self._since_s, eldest.compute_s)
         return max(0.0, wait_s)
 
+    def standing(self, turn: Turn, now: float) -> tuple[float, bool]:
+        """Return `wait_s` and False, or the time at which it will be 0 and True, if it falls while time passes."""
+        if self._jobs and (eldest := next(iter(self._jobs))).turn <= turn and now - self._since_s < eldest.compute_s:
+            return now + self.wait_s(turn, now), True
+        return self.wait_s(turn, now), False
+
     @property
     def is_busy(self) -> bool:
         """True if the worker has a job of this router."""
@@ -139,6 +159,8 @@ class LoadTracker:
         self._queue_s[job.turn] = self._queue_s.get(job.turn, 0.0) + job.compute_s
         job.queued_at = self
         self._note_recent(job.compute_s, now)
+        if self.moved is not None:
+            self.moved.add(self)
 
     def computed(self, job: Job, now: float) -> None:
         """Remove a job from the queue when its prompt is computed or it is cancelled; idempotent."""
@@ -149,6 +171,8 @@ class LoadTracker:
             self._queue_s[job.turn] -= job.compute_s
             if not any(other.turn == job.turn for other in self._jobs):
                 del self._queue_s[job.turn]
+            if self.moved is not None:
+                self.moved.add(self)
 
     def decode(self, job: Job, now: float) -> None:
         """Record a sequence that was sent to the worker for decoding."""
@@ -179,7 +203,11 @@ class LoadTracker:
         candidate, load = self.candidate, self._reported.load
         num_in_use = load.blocks.in_use * self.block_size
         candidate.num_decoding = max(self._num_decoding, load.running)
-        candidate.num_kv_tokens = max(self._num_kv_tokens, num_in_use if load.running else 0)
+        num_kv_tokens = max(self._num_kv_tokens, num_in_use if load.running else 0)
+        if num_kv_tokens != candidate.num_kv_tokens:
+            candidate.num_kv_tokens = num_kv_tokens
+            if self.moved is not None:
+                self.moved.add(self)
         held = max(self._num_reserved_tokens, num_in_use)
         # An empty worker accepts any sequence that fits at all. A worker that reports no blocks has unknown room.
         is_known = held and load.blocks.total

@@ -216,23 +216,24 @@ def place(
     not_from: Collection[str] = (),
     loads_s: Mapping[str, float] = NO_LOADS,
     images: ImageCosts | None = None,
+    rotates: bool = True,
 ) -> Placement | None:
     """Choose the workers of a request, and the source of its prefix.
 
     Args:
         mode: "disaggregated", "aggregated", or "auto", which takes the one that is predicted to be faster.
-        pull_above_tokens: a prefix is pulled only if it exceeds the computing worker's own by at least this many tokens
-            (1 or more).
+        pull_above_tokens: number of tokens (1 or more) by which a pulled prefix exceeds the computing worker's own.
         not_from: ids of workers that must not be a source.
-        loads_s: workers that would have to load the request's adapter, with the time for it in seconds.
+        loads_s: workers that would have to load the adapter, with the seconds that it takes.
         images: costs of the prompt's images; None: it has none.
+        rotates: whether sessions begin with different ones of equal candidates; False: the order sees to that.
 
     Returns:
-        The placement; None: no candidate fits the mode.
+        None if no candidate fits the mode.
     """
     if len(candidates) > LARGE_POOL:
-        holders = [c for c in candidates if c.worker_id in images.saved_s] if images is not None else []
-        candidates = _shortlist(candidates, _session_of(prompt), loads_s)
+        holders = [c for c in candidates if images is not None and c.worker_id in images.saved_s]
+        candidates = _shortlist(candidates, session_of(prompt) if rotates else 0, loads_s)
         candidates += [candidate for candidate in holders if candidate not in candidates]
     costs = _Costs(
         prompt,
@@ -247,19 +248,18 @@ def place(
     pools = {role: [c for c in candidates if c.role is role and c.takes_work] for role in Role}
     decodes = costs.on_decode(pools[Role.DECODE])
     prefills = costs.on_prefill(pools[Role.PREFILL]) if mode != Mode.AGGREGATED else []
-    if loads_s:
-        _load_first((*prefills, *decodes), loads_s)
+    _load_first((*prefills, *decodes), loads_s)
     if not decodes or (mode == Mode.DISAGGREGATED and not prefills):
         return None
     considered = (*prefills, *decodes)
     if prefills:
-        prefill = costs.least(prefills, lambda terms: terms.first_s)
-        decode = costs.least(decodes, lambda terms: terms.room_s + terms.load_s + terms.exposed_s + terms.answer_s)
+        prefill = costs.least(prefills, [terms.first_s for terms in prefills])
+        decode = costs.least(decodes, [t.room_s + t.load_s + t.exposed_s + t.answer_s for t in decodes])
         split_s = max(prefill.first_s, decode.room_s + decode.load_s + prefill.first_s - prefill.wait_s)
         split_s += decode.exposed_s + decode.answer_s
         if mode == Mode.DISAGGREGATED:
             return costs.placement(Mode.DISAGGREGATED, prefill, decode, considered)
-    both = costs.least(decodes, lambda terms: terms.first_s + terms.answer_s)
+    both = costs.least(decodes, [terms.first_s + terms.answer_s for terms in decodes])
     # At equal costs prefer the disaggregated mode: the prompt then does not delay the sequences on the decode worker.
     if prefills and split_s <= both.first_s + both.answer_s + weights.interference * both.compute_s:
         return costs.placement(Mode.DISAGGREGATED, prefill, decode, considered)
@@ -271,7 +271,7 @@ NUM_CACHED_TOKENS, WAIT_S, NUM_KV_TOKENS = map(attrgetter, ("num_cached_tokens",
 
 def _load_first(found: Iterable[Terms], loads_s: Mapping[str, float]) -> None:
     """Add the time to load the request's adapter to the costs of the candidates that do not hold it."""
-    for terms in found:
+    for terms in found if loads_s else ():
         terms.load_s = loads_s.get(terms.worker_id, 0.0)
         terms.first_s += terms.load_s
 
@@ -318,7 +318,8 @@ def _not_outdone(pool: Sequence[Candidate], to_do: Callable[[Candidate], float])
     return found
 
 
-def _session_of(prompt: Prompt) -> int:
+def session_of(prompt: Prompt) -> int:
+    """Return the number of a prompt's session, below 2**64: a hash of its first blocks."""
     return xxhash.xxh64_intdigest(b"".join(prompt.block_keys[:SESSION_BLOCKS]))
 
 
@@ -347,7 +348,7 @@ class _Costs:
         self._prices = prices
         self._pull = prices.pull_s, prices.pull_s_per_token
         self._pull_above = pull_above_tokens
-        self._session = _session_of(prompt)
+        self._session = session_of(prompt)
         self._sources = [c for c in candidates if c.num_cached_tokens and c.worker_id not in not_from]
         self._longest = max((c.num_cached_tokens for c in self._sources), default=0)
 
@@ -406,13 +407,12 @@ class _Costs:
             terms.answer_s = num_expected * (step_s + BREACH * breach_s if breach_s > 0 else step_s)
         return found
 
-    def least(self, pool: Sequence[Terms], cost: Callable[[Terms], float]) -> Terms:
-        """Return the cheapest candidate.
+    def least(self, pool: Sequence[Terms], costs: Sequence[float]) -> Terms:
+        """Return the cheapest candidate, by the costs of each.
 
         Among equally cheap ones, rendezvous hashing picks two for the session, and the one with less recent computing
         wins (the power of two choices: Mitzenmacher, 2001).
         """
-        costs = [cost(terms) for terms in pool]
         limit = min(costs) * (1 + EQUAL_SHARE)
         equal = [terms for terms, value in zip(pool, costs, strict=True) if value <= limit]
         if len(equal) == 1:

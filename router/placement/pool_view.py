@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from operator import itemgetter
 from statistics import mode
+
+import xxhash
 
 from baton import wire
 from baton.blocks import HASH_BLOCK
 from baton.cluster import Role, Worker, WorkerInfo, WorkerState
-from baton.costs import StepCosts, least_of, lifted, typical
+from baton.costs import PRIOR, StepCosts, least_of, lifted, typical
 from baton.messages import Adapter, SequenceSpec
+from baton.tasks import paced
+from kvstore.index import Owners
 from router.placement import Candidate, Job, LoadTracker, Prompt, Residence, Turn
+from router.placement.order import LEAST_LOADED, LoadOrders
+from router.placement.policy import session_of
 
+SLICE_S = 0.002
+"""Time for which leases are adopted before other tasks run."""
 UNKNOWN_LENGTH = 2**31 - 1
 """Context window of a model that does not declare one: only the workers' limit applies."""
 SUSPICION_S = 10.0
@@ -29,6 +40,13 @@ LOADING_S = 5.0
 """Time after which an adapter that a request made a worker load must be in the worker's lease."""
 MAX_LOADING = 10_000
 """Maximum number of such loads that are known at a time."""
+FEW_WORKERS = 128
+"""Number of workers up to which every request considers all of them."""
+MAX_HOLDERS = 32
+"""Number of workers that are considered in larger pools because they hold most of the prompt, and because they hold the
+adapter."""
+MAX_WITH_ROOM = 32
+"""Number of workers with room that are considered in larger pools when an answer migrates."""
 LEAVING_S = 3.0
 """Time for which a worker that asked on a stream to migrate its choices gets no work. After that its lease says that it
 leaves its role."""
@@ -42,20 +60,28 @@ class PoolView:
         clock: monotonic seconds.
         longest: longest sequence that the model supports; caps the limits that workers report.
         lease_s: time for which a dead worker may still be listed; a suspected worker gets no work for as long.
+        few_workers: number of workers up to which `candidates` returns all of them.
     """
 
     def __init__(
         self,
-        lookup: Callable[..., dict[str, int]],
+        lookup: Callable[..., Mapping[str, int]],
         clock: Callable[[], float],
         longest: int = UNKNOWN_LENGTH,
         lease_s: float = 0.0,
+        few_workers: int = FEW_WORKERS,
     ) -> None:
+        self._few_workers = few_workers
         self._suspicion_s = max(SUSPICION_S, lease_s)
         self._lookup = lookup
         self._clock = clock
         self._longest = longest
+        self._leased: Mapping[str, Worker] = {}
+        """The latest leases, as they were read."""
         self._workers: dict[str, Worker] = {}
+        """The latest leases, with plausible costs."""
+        self._bounds = _Bounds()
+        self._updating = asyncio.Lock()
         self._max_model_len: int | None = None
         self._short: dict[str, int] = {}
         """Worker with a much lower limit than the others -> the longest sequence that it holds."""
@@ -68,6 +94,14 @@ class PoolView:
         """Loads of the workers that take work."""
         self._draining: list[LoadTracker] = []
         """Loads of the draining workers, which are only sources of prefixes."""
+        self._orders: LoadOrders | None = None
+        """Orders of `_ready`; None if there are few workers."""
+        self._by_id: dict[str, LoadTracker] = {}
+        """Loads of the workers above by id; empty if there are few."""
+        self._holders: dict[str, dict[str, None]] = {}
+        """Digest of an adapter -> workers that hold or load it; empty if there are few."""
+        self._rings: dict[Role, list[tuple[int, Worker]]] = {}
+        """Role -> workers that take images, by their places; empty until they are needed, and if there are few."""
         self._lacking: dict[str, frozenset[str]] = {}
         """Worker of an older release -> fields that it does not know."""
         self._without_adapters: frozenset[str] = frozenset()
@@ -103,11 +137,53 @@ class PoolView:
         return self._block_size
 
     async def update(self, workers: Collection[Worker]) -> None:
-        """Adopt the current leases; a worker without a lease is gone."""
-        least = least_of([worker.load.costs for worker in workers])
-        bounded = (_bounded(worker, least) for worker in workers)
-        self._workers = {worker.info.id: worker for worker in sorted(bounded, key=lambda worker: worker.info.id)}
-        infos = [worker.info for worker in self._workers.values()]
+        """Adopt the current leases; a worker without a lease is gone.
+
+        A lease that is the same object as at the last call, of an idle worker, costs next to nothing. Other tasks run
+        meanwhile; until the end, requests are placed by the former leases.
+        """
+        async with self._updating:
+            await self._adopt({worker.info.id: worker for worker in workers})
+        now = self._clock()
+        self._suspects = {who: until for who, until in self._suspects.items() if until > now}
+        self._leaving = {who: until for who, until in self._leaving.items() if until > now}
+        self._loading = {what: until for what, until in self._loading.items() if until > now}
+        self._order_loads(now)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _adopt(self, leased: Mapping[str, Worker]) -> None:
+        last, bounds = self._leased, self._bounds
+        changed = [worker for worker_id, worker in leased.items() if last.get(worker_id) is not worker]
+        is_described_alike = len(leased) == len(last) and all(
+            (former := last.get(worker.info.id)) is not None and former.info is worker.info for worker in changed
+        )
+        if not is_described_alike or any(last[w.info.id].load.costs != w.load.costs for w in changed):
+            bounds = await _Bounds.of(leased.values())
+        adopted: dict[str, Worker] = {}
+        loads: dict[tuple[str, int], LoadTracker] = {}
+        async for worker_id, worker in paced(sorted(leased.items()), SLICE_S):
+            is_same = last.get(worker_id) is worker and bounds == self._bounds
+            adopted[worker_id] = now = self._workers[worker_id] if is_same else _bounded(worker, bounds.least)
+            incarnation = worker_id, worker.info.epoch
+            book = self._loads.get(incarnation)
+            if book is None or not is_same or worker.load.queued_tokens or book.is_busy:
+                book = book or LoadTracker.of(now, self._residence)
+                book.report(now, bounds.usual[worker.info.role])
+            loads[incarnation] = book
+        # No task runs from here on: the view changes at once.
+        self._leased, self._workers, self._bounds = leased, adopted, bounds
+        # Keep the jobs of a worker whose lease is missing once: it must not look idle when the lease is back.
+        self._loads = {incarnation: book for incarnation, book in self._loads.items() if book.is_busy} | loads
+        if not is_described_alike:
+            self._describe([worker.info for worker in adopted.values()])
+        self._ready, self._draining = (
+            [loads[w.info.id, w.info.epoch] for w in adopted.values() if w.load.state is state]
+            for state in (WorkerState.READY, WorkerState.DRAINING)
+        )
+
+    def _describe(self, infos: Sequence[WorkerInfo]) -> None:
+        """Adopt what the workers' descriptions say."""
         lengths = {info.id: min(info.max_model_len, self._longest) for info in infos}
         self._short = self._much_shorter(infos, lengths)
         self._max_model_len = min((lengths[worker_id] for worker_id in lengths.keys() - self._short), default=None)
@@ -119,28 +195,24 @@ class PoolView:
         self._samplers = tuple(sorted({info.sampler for info in infos}))
         self._blind = frozenset(info.id for info in infos if not info.takes_images)
         self._image_placeholder = next((info.image_placeholder for info in infos if info.takes_images), None)
-        usual = {role: typical([w.load.costs for w in self._workers.values() if w.info.role is role]) for role in Role}
-        known = self._loads
-        # Keep the jobs of a worker whose lease is missing once: it must not look idle when the lease is back.
-        self._loads = {incarnation: book for incarnation, book in known.items() if book.is_busy}
-        for worker in self._workers.values():
-            incarnation = worker.info.id, worker.info.epoch
-            book = self._loads[incarnation] = known.get(incarnation) or LoadTracker.of(worker, self._residence)
-            book.report(worker, usual[worker.info.role])
-        self._ready, self._draining = (
-            [
-                self._loads[worker.info.id, worker.info.epoch]
-                for worker in self._workers.values()
-                if worker.load.state is state
-            ]
-            for state in (WorkerState.READY, WorkerState.DRAINING)
-        )
-        now = self._clock()
-        self._suspects = {who: until for who, until in self._suspects.items() if until > now}
-        self._leaving = {who: until for who, until in self._leaving.items() if until > now}
-        self._loading = {what: until for what, until in self._loading.items() if until > now}
-        async with self._changed:
-            self._changed.notify_all()
+
+    def _order_loads(self, now: float) -> None:
+        """Keep the loads of many workers in order."""
+        books = self._ready + self._draining
+        is_large = len(books) > self._few_workers
+        if self._orders is not None and not is_large:
+            self._orders.close()
+            self._orders = None
+        self._by_id = {book.worker_id: book for book in books} if is_large else {}
+        self._holders, self._rings = {}, {}
+        if is_large:
+            self._orders = self._orders or LoadOrders()
+            self._orders.adopt(self._ready, now)
+            for worker_id, worker in self._workers.items():
+                for digest in worker.load.adapters:
+                    self._holders.setdefault(digest, {})[worker_id] = None
+            for worker_id, _, digest in self._loading:
+                self._holders.setdefault(digest, {})[worker_id] = None
 
     def _much_shorter(self, infos: Sequence[WorkerInfo], lengths: Mapping[str, int]) -> dict[str, int]:
         usual = {role: _upper_median([lengths[info.id] for info in infos if info.role is role]) for role in Role}
@@ -187,13 +259,17 @@ class PoolView:
         """Ids of the workers that serve no adapters."""
         return self._without_adapters
 
-    def loads_s(self, adapter: Adapter) -> dict[str, float]:
+    def loads_s(self, adapter: Adapter, among: Iterable[str] | None = None) -> dict[str, float]:
         """Return the workers that would have to load an adapter, with the time for it in seconds.
 
         Workers that were sent a request for it shortly before count as holding it.
+
+        Args:
+            among: ids of the workers to look at; None: all of them.
         """
         digest, now, found = adapter.digest, self._clock(), {}
-        for worker_id, worker in self._workers.items():
+        for worker_id in self._workers if among is None else among:
+            worker = self._workers[worker_id]
             info, load = worker.info, worker.load
             if not info.max_adapters or digest in load.adapters:
                 continue
@@ -206,6 +282,8 @@ class PoolView:
         if adapter.digest not in worker.load.adapters and len(self._loading) < MAX_LOADING:
             what = worker.info.id, worker.info.epoch, adapter.digest
             self._loading.setdefault(what, self._clock() + LOADING_S)  # not renewed: loading may have failed
+            if self._orders is not None:
+                self._holders.setdefault(adapter.digest, {})[worker.info.id] = None
 
     @property
     def samplers(self) -> tuple[str, ...]:
@@ -240,15 +318,19 @@ class PoolView:
         return short | self._blind if spec.images else short
 
     def with_room(self, num_tokens: int, excluded: Collection[str]) -> set[str]:
-        """Return the decode workers that have room for `num_tokens` without a prefix hit, as far as is known."""
-        return {
+        """Return the decode workers that have room for `num_tokens` without a prefix hit, as far as is known.
+
+        Of many workers, it returns up to `MAX_WITH_ROOM`, of those with the least KV.
+        """
+        books = self._ready if self._orders is None else self._orders.least_kv(self._clock())
+        with_room = (
             book.worker_id
-            for book in self._ready
+            for book in books
             if book.candidate.role is Role.DECODE
             and book.candidate.room_tokens >= num_tokens
-            and book.worker_id not in excluded
-            and self._is_trusted(book.worker_id, book.epoch)
-        }
+            and self._is_open(book, excluded)
+        )
+        return set(with_room if self._orders is None else islice(with_room, MAX_WITH_ROOM))
 
     def is_trusted(self, worker: Worker) -> bool:
         """Return whether a worker takes work, is not suspected and does not leave its role."""
@@ -265,37 +347,103 @@ class PoolView:
         """Return whether a worker of this role takes work."""
         return any(w.info.role is role and self.is_trusted(w) for w in self.workers)
 
-    def candidates(self, prompt: Prompt, turn: Turn, excluded: Collection[str] = ()) -> list[Candidate]:
+    def candidates(
+        self,
+        prompt: Prompt,
+        turn: Turn,
+        excluded: Collection[str] = (),
+        *,
+        wanted: Iterable[str] = (),
+        num_doubted: int = 0,
+    ) -> list[Candidate]:
         """Return the workers that could serve a request now or be the source of its prefix, with their prefix hits.
 
-        The result is valid until the next call.
+        Of many workers, these are those with the least load of each role and sampler, those that hold most of the
+        prompt, and those that are wanted, in an order of the session. The result is valid until the next call.
 
         Args:
             turn: the request's turn; see `router.placement.Turn`.
+            wanted: ids of workers that are not left out because there are many.
+            num_doubted: number of workers that the request rather avoids; there are so many more in the result.
         """
-        held = self._lookup(prompt.block_keys) if self._resumes_anywhere else self._resume_points(prompt)
+        size, num_tokens = self._block_size, prompt.num_tokens
+        if self._resumes_anywhere:
+            held = self._lookup(prompt.block_keys)
+        else:  # the prefix is shorter than the prompt, because the last token must be computed
+            held = self._lookup(prompt.block_keys[: (num_tokens - 1) // size], resumes_anywhere=False)
         now = self._clock()
+        if self._orders is None:
+            books: Iterable[LoadTracker] = self._all(excluded)
+        else:
+            session, is_open = session_of(prompt), self._openness(excluded)
+            owners = held.longest(MAX_HOLDERS, session) if isinstance(held, Owners) else held
+            least = self._orders.least(turn, session, now, is_open, LEAST_LOADED + num_doubted)
+            examined = dict.fromkeys(least)
+            others = (book for name in chain(owners, wanted) if (book := self._by_id.get(name)))
+            examined |= {book: None for book in others if not book.candidate.takes_work or is_open(book)}
+            books = examined
+        if not held:
+            return [book.seen(turn, 0, now) for book in books]
+        number_of = held.number if isinstance(held, Owners) else held.get
+        if self._resumes_anywhere:
+            return [
+                book.seen(turn, min((number_of(book.worker_id) or 0) * book.block_size, num_tokens), now)
+                for book in books
+            ]
+        return [
+            book.seen(turn, (number_of(book.worker_id) or 0) * size // book.block_size * book.block_size, now)
+            for book in books
+        ]
+
+    def _all(self, excluded: Collection[str]) -> list[LoadTracker]:
+        """Return the workers that could serve a request, and those that are only sources of prefixes."""
         ready = self._ready
         if excluded or self._suspects or self._leaving:
-            ready = [
-                book
-                for book in ready
-                if book.worker_id not in excluded and self._is_trusted(book.worker_id, book.epoch)
-            ]
-        num_tokens = prompt.num_tokens
-        if self._draining:
-            ready = ready + self._draining
-        return [book.seen(turn, min(held.get(book.worker_id, 0) * book.block_size, num_tokens), now) for book in ready]
+            ready = [book for book in ready if self._is_open(book, excluded)]
+        return ready + self._draining if self._draining else ready
 
-    def _resume_points(self, prompt: Prompt) -> dict[str, int]:
-        """Return the length of the prefix after which each worker can continue a prompt, in the worker's blocks.
+    def _is_open(self, book: LoadTracker, excluded: Collection[str]) -> bool:
+        return book.worker_id not in excluded and self._is_trusted(book.worker_id, book.epoch)
 
-        It is shorter than the prompt, because the last token must be computed.
+    def _openness(self, excluded: Collection[str]) -> Callable[[LoadTracker], bool]:
+        if excluded or self._suspects or self._leaving:
+            return lambda book: self._is_open(book, excluded)
+        return lambda book: True
+
+    @property
+    def is_large(self) -> bool:
+        """True if requests consider few of the workers."""
+        return self._orders is not None
+
+    def with_adapter(self, adapter: Adapter | None, prompt: Prompt) -> list[str]:
+        """Return workers that hold a request's adapter or are loading it, as `wanted` candidates.
+
+        It returns none of few workers, because all of them are candidates.
         """
-        size = self._block_size
-        found = self._lookup(prompt.block_keys[: (prompt.num_tokens - 1) // size], resumes_anywhere=False)
-        workers = ((self._workers.get(worker_id), number) for worker_id, number in found.items())
-        return {worker.info.id: number * size // worker.info.block_size for worker, number in workers if worker}
+        holders = list(self._holders.get(adapter.digest, ())) if adapter is not None else []
+        if len(holders) > MAX_HOLDERS:  # different sessions get different ones
+            begin = session_of(prompt) % len(holders)
+            holders = (holders[begin:] + holders[:begin])[:MAX_HOLDERS]
+        return holders
+
+    def for_images(self, role: Role, seed: int) -> list[Worker]:
+        """Return the trusted workers that take images: those of a role, or if it has none, all.
+
+        Of many workers it returns a sample, which the seed determines and which hardly changes when workers come or go.
+        """
+        if self._orders is None:
+            found = [worker for worker in self.workers if worker.info.takes_images and self.is_trusted(worker)]
+            return [worker for worker in found if worker.info.role is role] or found
+        if not self._rings:
+            ready = [(book.place, self._workers[book.worker_id]) for book in self._ready]
+            takers = sorted(((place, worker) for place, worker in ready if worker.info.takes_images), key=itemgetter(0))
+            rings = {each: [entry for entry in takers if entry[1].info.role is each] for each in Role}
+            self._rings = {each: ring or takers for each, ring in rings.items()}
+        ring, found = self._rings[role], []
+        for _ in range(MAX_HOLDERS if ring else 0):
+            seed = xxhash.xxh64_intdigest(seed.to_bytes(8, "little"))
+            found.append(ring[bisect_left(ring, seed, key=itemgetter(0)) % len(ring)][1])
+        return [worker for worker in dict.fromkeys(found) if self.is_trusted(worker)]
 
     def wait_s(self, worker: Worker, turn: Turn) -> float:
         """Return the time to compute a worker's queued prompts whose turn is not after `turn`, in seconds."""
@@ -329,6 +477,26 @@ class PoolView:
         finally:
             if book is not None:
                 book.finished(job, self._clock())
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """What the workers' costs are compared with."""
+
+    least: StepCosts = PRIOR
+    """Lowest plausible costs."""
+    usual: Mapping[Role, StepCosts] = field(default_factory=dict)
+    """Typical costs in each role, of which each is plausible."""
+
+    @classmethod
+    async def of(cls, workers: Collection[Worker]) -> _Bounds:
+        least = least_of([worker.load.costs for worker in workers])
+        usual = {}
+        for role in Role:
+            await asyncio.sleep(0)
+            usual[role] = typical([lifted(w.load.costs, least) for w in workers if w.info.role is role])
+        await asyncio.sleep(0)
+        return cls(least, usual)
 
 
 def _bounded(worker: Worker, least: StepCosts) -> Worker:

@@ -25,6 +25,7 @@ BENCHMARKS = (
     "engine",
     "kv_transfer",
     "kv_dtypes",
+    "leases",
     "members",
     "memory",
     "overload",

@@ -13,7 +13,7 @@ import pytest
 
 from baton.trust import Principal
 from deploy.embedded_redis import EmbeddedRedis
-from kvstore.index import GarbageBook, MemoryIndex, MemoryStore, RedisConnection, RedisIndex
+from kvstore.index import GarbageBook, MemoryIndex, MemoryStore, RedisConnection, RedisIndex, StreamBounds
 from kvstore.index.keys import Keys
 from kvstore.leases import MemoryLeases, RedisLeases
 from tests.contract import redis7, roles
@@ -129,7 +129,7 @@ class RedisServer:
             of = {user: self._connection(roles.url_of(url, user), connection.garbage) for user in roles.PARTS}
         mine = {user: None if keys is None else keys[Principal(user)] for user in of}
         index = {
-            user: RedisIndex(each, namespace, stream_max_events=stream_max_events, keys=mine[user])
+            user: RedisIndex(each, namespace, stream=StreamBounds(max_events=stream_max_events), keys=mine[user])
             for user, each in of.items()
         }
         leases = {user: RedisLeases(each, namespace, clock=clock, keys=mine[user]) for user, each in of.items()}

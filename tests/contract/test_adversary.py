@@ -15,7 +15,7 @@ from baton.blocks import KEY_BYTES
 from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo
 from baton.errors import Fenced, StoreUnavailable
 from baton.sampling import FinishReason
-from baton.trust import KeyFile, KeyRing, Principal
+from baton.trust import KeyFile, KeyRing, Principal, draw_secret, key_file, write_private
 from baton.trust.keys import SIGNATURE_BYTES
 from baton.trust.proofs import MAX_SKEW_S
 from kvstore.index import (
@@ -33,10 +33,12 @@ from kvstore.index import (
 from kvstore.index import redis as index_in_redis
 from kvstore.index.events import ORIGIN
 from kvstore.index.keys import Keys
-from kvstore.index.signed import REMEMBERED_S, SightBook, Stamps
+from kvstore.index.signed import REMEMBERED_S, SightBook, Stamps, packed
 from kvstore.index.values import MAX_EPOCH
-from kvstore.leases import RecordEntry, RecordKey, RecordPart, RedisLeases, RedisRecords
-from kvstore.leases.codec import encode
+from kvstore.leases import RecordEntry, RecordKey, RecordPart, RedisLeases, RedisRecords, ReportedLoads
+from kvstore.leases import redis as leases_in_redis
+from kvstore.leases.chain import NUM_SLOTS, SLOT_MS
+from kvstore.leases.codec import decode_load, encode, encode_load
 from kvstore.leases.redis import LEASE_FIELDS
 from kvstore.leases.signed import SignedRegistry
 from router.request.usage_marks import RedisMarks
@@ -44,6 +46,7 @@ from router.request.usage_record import UsageMark
 from tests.contract.conftest import Clock, RedisServer
 from tests.support import builders
 from tests.support.keys import MemberKeys, draw_keys
+from tests.support.turns import counted_turns
 
 LEASE_S = 10.0
 KEY, OTHER_KEY = RecordKey("acme", "r"), RecordKey("zeta", "r")
@@ -68,7 +71,9 @@ class Scene:
         self.index = RedisIndex(connection, namespace, keys=keys[Principal.WORKER])
         self.reader = self.new_reader()
 
-    def leases(self, member: Principal, keys: MemberKeys | None = None) -> RedisLeases:
+    def leases(
+        self, member: Principal, keys: MemberKeys | None = None, loads: ReportedLoads | None = None
+    ) -> RedisLeases:
         member_keys = (keys or self.member_keys)[member]
         return RedisLeases(
             self.redis,
@@ -77,6 +82,7 @@ class Scene:
             clock=self.clock,
             monotonic_s=lambda: self.seconds,
             keys=member_keys,
+            loads=loads,
         )
 
     def new_reader(self) -> RedisLeases:
@@ -114,6 +120,11 @@ class Scene:
         return {each.what: each.latest for each in self.redis.garbage.seen()}.get(what, "")
 
 
+def plain(lease: Mapping[str, bytes]) -> dict[str, bytes]:
+    """A lease as a release writes it that knows no chains."""
+    return {name: value for name, value in lease.items() if name not in ("since", "anchored", "renewal")}
+
+
 @pytest.fixture
 async def scene(server: RedisServer, namespace: str, member_keys: MemberKeys) -> Scene:
     connection = RedisConnection(server.embedded.url, GarbageBook())
@@ -124,27 +135,34 @@ async def scene(server: RedisServer, namespace: str, member_keys: MemberKeys) ->
 # Leases.
 
 
-async def test_a_lease_that_no_worker_of_the_cluster_has_signed_is_not_there(scene: Scene, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["with a chain", "of an earlier release"])
+async def test_a_lease_that_no_worker_of_the_cluster_has_signed_is_not_there(
+    scene: Scene, tmp_path: Path, form: str
+) -> None:
     await scene.join()
-    lease = await scene.lease()
+    lease = whole = await scene.lease()
+    stamp, signature = "since", "anchored"
+    if form == "of an earlier release":
+        lease, stamp, signature = plain(lease), "stamp", "signature"
     strangers = draw_keys(tmp_path / "another")
     forged = {"epoch": lease["epoch"], "info": lease["info"], "load": lease["load"]}
     cases: dict[str, Mapping[str, Any]] = {
         "unsigned": forged,
-        "a stamp alone": forged | {"stamp": lease["stamp"]},
-        "no signature": lease | {"signature": b""},
-        "half a signature": lease | {"signature": lease["signature"][:40]},
+        "a stamp alone": forged | {stamp: lease[stamp]},
+        "no signature": lease | {signature: b""},
+        "half a signature": lease | {signature: lease[signature][:40]},
+        "the other signature": lease | {signature: whole["signature" if signature == "anchored" else "anchored"]},
         "another address": lease | {"info": lease["info"].replace(b"w:1", b"x:1")},
         "another load": lease | {"load": lease["load"].replace(b'"running":0', b'"running":1')},
-        "a later stamp": lease | {"stamp": int(lease["stamp"]) + 1},
+        "a later stamp": lease | {stamp: int(lease[stamp]) + 1},
         "a later epoch": lease | {"epoch": int(lease["epoch"]) + 1},
         "a space more": lease | {"info": lease["info"] + b" "},
     }
     for how, member, keys in (("a router's", Principal.ROUTER, None), ("a stranger's", Principal.WORKER, strangers)):
         author = SignedRegistry((keys or scene.member_keys)[member], LEASE_S, scene.clock)
         texts = lease["info"].decode(), lease["load"].decode()
-        stamp, signature = author.lease(scene.keys.lease("w"), int(lease["epoch"]), *texts)
-        cases[how] = lease | {"stamp": stamp, "signature": signature}
+        proof = author.lease(scene.keys.lease("w"), int(lease["epoch"]), *texts)
+        cases[how] = lease | {name: value for name, value in dataclasses.asdict(proof).items() if name in lease}
     for how, case in cases.items():
         await scene.put(case)
         assert await scene.listed(scene.new_reader()) == [], how
@@ -168,12 +186,12 @@ async def test_fields_of_a_later_release_are_covered_by_the_signature(scene: Sce
     lease, signed = await scene.lease(), scene.worker._signed
     assert signed
     later = json.dumps(json.loads(lease["info"]) | {"invented_later": [1]})
-    stamp, signature = signed.lease(scene.keys.lease("w"), info.epoch, later, lease["load"].decode())
-    await scene.put(lease | {"info": later, "stamp": stamp, "signature": signature})
+    proof = signed.lease(scene.keys.lease("w"), info.epoch, later, lease["load"].decode())
+    await scene.put(lease | {"info": later} | dataclasses.asdict(proof))
     assert await scene.listed() == [info]
     unknown = later.replace('"decode"', '"encode"')
-    stamp, signature = signed.lease(scene.keys.lease("w"), info.epoch, unknown, lease["load"].decode())
-    await scene.put(lease | {"info": unknown, "stamp": stamp, "signature": signature})
+    proof = signed.lease(scene.keys.lease("w"), info.epoch, unknown, lease["load"].decode())
+    await scene.put(lease | {"info": unknown} | dataclasses.asdict(proof))
     assert await scene.reader.list_leases() == {"w": None}, "a worker that lives, and of which no more is known"
 
 
@@ -266,6 +284,167 @@ async def test_unchanged_values_are_not_verified_again(scene: Scene, monkeypatch
     for _ in range(5):
         assert len(await scene.listed()) == 3
     assert times == 3
+
+
+# Renewals by links of a chain.
+
+
+async def test_a_lease_that_is_renewed_is_verified_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = await scene.join()
+    verified, verify = [], KeyRing.verify
+
+    def counted(self: KeyRing, *args: Any) -> bool:
+        verified.append(args)
+        return verify(self, *args)
+
+    monkeypatch.setattr(KeyRing, "verify", counted)
+    first = (await scene.reader.list_leases())["w"]
+    signature = (await scene.lease())["anchored"]
+    for _ in range(20):
+        scene.pass_time(3)
+        assert await scene.worker.renew(info, builders.READY)
+        assert (await scene.reader.list_leases())["w"] is first, "what has not changed is kept"
+    assert len(verified) == 1
+    assert (await scene.lease())["anchored"] == signature
+    assert await scene.listed(scene.new_reader()) == [info], "the link leads a reader that starts now to the anchor"
+    for _ in range(2):
+        scene.pass_time(3)
+        assert await scene.worker.renew(info, builders.READY)
+        assert await scene.listed() == [info]
+    assert (await scene.lease())["anchored"] != signature, "the chain has ended"
+    assert len(verified) == 3
+
+
+async def test_leases_of_a_release_without_chains_are_read_and_written(scene: Scene) -> None:
+    """While a cluster is upgraded, routers and workers of both releases serve side by side."""
+    info = await scene.join()
+    for running in (0, 0, 3):
+        scene.pass_time(3)
+        load = dataclasses.replace(builders.READY, running=running)
+        assert await scene.worker.renew(info, load)
+        lease = await scene.lease()
+        stamp, texts = int(lease["stamp"]), (lease["info"], lease["load"])
+        message = packed(scene.keys.lease("w"), info.epoch, stamp, *texts)
+        assert scene.member_keys[Principal.ROUTER].verify("value", Principal.WORKER, message, lease["signature"])
+        assert stamp == int(scene.clock.now * 1000), "such a release counts from each new stamp"
+        await scene.put(plain(lease))
+        assert await scene.reader.list_workers() == [Worker(info, load)]
+
+
+async def test_others_run_while_leases_are_read(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases_in_redis, "SLICE_S", 0.0)
+    for number in range(30):
+        await scene.join(f"w{number}")
+    found, num_turns = await counted_turns(scene.listed())
+    assert len(found) == 30
+    assert num_turns >= 30
+
+
+async def test_a_renewal_signs_what_has_changed(scene: Scene) -> None:
+    info = await scene.join()
+    busy = dataclasses.replace(builders.READY, running=3)
+    for load, node in ((busy, "node"), (builders.READY, "node"), (builders.READY, "other")):
+        scene.pass_time(3)
+        info = dataclasses.replace(info, node=node)
+        assert await scene.worker.renew(info, load)
+        assert await scene.reader.list_workers() == [Worker(info, load)]
+
+
+async def test_a_renewal_that_is_stolen_replayed_or_made_up_renews_nothing(scene: Scene) -> None:
+    infos = {each: await scene.join(each) for each in ("v", "w")}
+    links = []
+    for _ in range(2):
+        scene.pass_time(3)
+        assert await scene.worker.renew(infos["w"], builders.READY)
+        links.append((await scene.lease())["renewal"])
+    known = scene.new_reader()
+    assert len(await scene.listed(known)) == 2
+    lease = await scene.lease()
+    slot = int.from_bytes(links[-1][:4], "little")
+    cases = {
+        "an earlier one": links[0],
+        "the same once more": links[1],
+        "of a later slot": (slot + 1).to_bytes(4, "little") + links[1][4:],
+        "of the last slot": (NUM_SLOTS - 1).to_bytes(4, "little") + links[1][4:],
+        "beyond the chain": NUM_SLOTS.to_bytes(4, "little") + links[1][4:],
+        "made up": (slot + 1).to_bytes(4, "little") + bytes(32),
+        "too short": links[1][:-1],
+        "empty": b"",
+    }
+    await scene.put(lease | {"renewal": cases["made up"]}, "w")
+    assert await scene.listed(scene.new_reader()) == [infos["v"]], "nobody has signed its anchor"
+    scene.pass_time(LEASE_S - 1)
+    assert await scene.worker.renew(infos["v"], builders.READY)
+    await scene.listed(known)
+    cases["another worker's"] = (await scene.lease("v"))["renewal"]
+    for renewal in cases.values():
+        await scene.put(lease | {"renewal": renewal})
+        assert await scene.listed(known) == [infos["v"], infos["w"]], "as it was read last"
+    assert "signed" in scene.noted("lease")
+    scene.pass_time(2)
+    for how, renewal in cases.items():
+        await scene.put(lease | {"renewal": renewal})
+        assert await scene.listed(known) == [infos["v"]], how
+    await scene.put(lease | {"renewal": cases["beyond the chain"]})
+    assert await scene.listed(scene.new_reader()) == [infos["v"]]
+    assert "a chain has 128" in scene.noted("lease"), "nobody hashes for hours"
+    assert await scene.worker.renew(infos["w"], builders.READY)
+    assert await scene.listed(known) == [infos["v"], infos["w"]]
+
+
+async def test_a_link_brings_back_no_earlier_load(scene: Scene) -> None:
+    info = await scene.join()
+    idle = await scene.lease()
+    scene.pass_time(3)
+    assert await scene.worker.renew(info, builders.READY)
+    renewed = await scene.lease()
+    scene.pass_time(3)
+    busy = dataclasses.replace(builders.READY, queued_tokens=9)
+    assert await scene.worker.renew(info, busy)
+    assert await scene.reader.list_workers() == [Worker(info, busy)]
+    scene.pass_time(3)
+    assert await scene.worker.renew(info, busy)
+    latest = await scene.lease()
+    for forged in (idle, renewed, renewed | {"renewal": latest["renewal"]}, latest | {"load": idle["load"]}):
+        await scene.put(forged)
+        assert await scene.reader.list_workers() == [Worker(info, busy)]
+    for forged in (idle | {"renewal": latest["renewal"]}, latest | {"load": idle["load"]}):
+        await scene.put(forged)
+        assert await scene.listed(scene.new_reader()) == []
+
+
+async def test_a_renewal_counts_by_its_own_time(scene: Scene) -> None:
+    info = await scene.join()
+    scene.pass_time(SLOT_MS * (NUM_SLOTS - 1) / 1e3)
+    assert await scene.worker.renew(info, builders.READY)
+    assert int((await scene.lease())["since"]) / 1e3 < scene.clock.now - MAX_SKEW_S, "signed long ago"
+    assert await scene.listed(scene.new_reader()) == [info]
+    scene.pass_time(MAX_SKEW_S + 1)
+    assert await scene.listed(scene.new_reader()) == []
+    assert "clocks" in scene.noted("lease")
+
+
+async def test_a_lease_of_a_removed_secret_is_renewed_no_more(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever knew the old secret could have signed it, with a chain of their own."""
+    monkeypatch.setattr(key_file, "CHECK_S", 0.0)
+    monkeypatch.setattr(key_file, "KEPT_S", 0.0)
+    info = await scene.join()
+    assert await scene.listed() == [info]
+    write_private(tmp_path / "old", (tmp_path / "secret").read_text())
+    stays = scene.leases(Principal.WORKER, {Principal.WORKER: KeyFile(tmp_path / "old", Principal.WORKER)})
+    assert await stays.renew(info, builders.READY)
+    assert await scene.listed() == [info]
+    write_private(tmp_path / "secret", draw_secret())
+    scene.pass_time(LEASE_S - 1)
+    assert await stays.renew(info, builders.READY)
+    assert await scene.listed() == [info], "for as long as the last one counts"
+    scene.pass_time(2)
+    assert await stays.renew(info, builders.READY)
+    assert await scene.listed() == []
+    assert await scene.worker.renew(info, builders.READY)
+    assert await scene.listed() == [info], "the worker has signed it anew"
 
 
 async def test_two_workers_do_not_have_one_address(scene: Scene) -> None:
@@ -413,6 +592,56 @@ async def test_an_event_that_its_worker_has_not_signed_is_none(scene: Scene) -> 
     assert last
     assert last.seq == 2
     assert "not signed" in scene.noted("event")
+
+
+async def test_a_load_that_its_worker_has_not_reported_is_none(scene: Scene) -> None:
+    info = await scene.join()
+    await published(scene, info.epoch, 1)
+    for seq, running in ((2, 3), (3, 4)):
+        load = encode_load(dataclasses.replace(builders.READY, running=running, number=running))
+        event = BlockEvent(worker_id="w", epoch=info.epoch, seq=seq, op=Op.STORED, keys=(key(seq),), load=load)
+        assert (await scene.index.apply(event)).outcome is IndexOutcome.APPLIED
+    genuine = await streamed(scene)
+    assert [decode_load(event.load).running for event in genuine[1:] if event] == [3, 4]
+    _, (_, third), (_, fourth) = await scene.redis.call("XRANGE", scene.keys.events, "-", "+")
+    for forged in (
+        fourth[b"l"].replace(b"4", b"5"),
+        third[b"l"],
+        fourth[b"l"][:32] + third[b"l"][32:],
+        third[b"l"][:32] + fourth[b"l"][32:],
+        bytes(32) + fourth[b"l"][32:],
+        b"",
+    ):
+        await scene.redis.call("DEL", scene.keys.events)
+        for fields in (third, fourth | {b"l": forged}):
+            await scene.redis.call(
+                "XADD", scene.keys.events, "*", *(part for field in fields.items() for part in field)
+            )
+        assert genuine[2]
+        assert await streamed(scene) == [genuine[1], dataclasses.replace(genuine[2], load=b"")]
+
+
+async def test_a_replayed_load_replaces_no_newer_one(scene: Scene) -> None:
+    info = await scene.join()
+    loads = ReportedLoads(scene.redis)
+    router = scene.leases(Principal.ROUTER, loads=loads)
+    first, second, third = (dataclasses.replace(builders.READY, running=n, number=n) for n in (1, 2, 3))
+    for load, newest in ((second, second), (first, second), (third, third), (second, third)):
+        loads.report("w", info.epoch, encode_load(load))
+        assert await router.list_workers() == [Worker(info, newest)]
+        assert (await router.list_workers())[0] is (await router.list_workers())[0]
+    loads.report("w", info.epoch - 1, encode_load(dataclasses.replace(first, number=9)))
+    assert await router.list_workers() == [Worker(info, third)], "another epoch's"
+    loads.report("w", info.epoch + 1, encode_load(first))
+    assert await router.list_workers() == [Worker(info, builders.READY)], "of an epoch without a lease"
+    scene.pass_time(3)
+    signed = dataclasses.replace(builders.READY, number=4)
+    assert await scene.worker.renew(info, signed)
+    assert await router.list_workers() == [Worker(info, signed)], "which the lease has signed since"
+    loads.report("w", info.epoch, b'{"running": "5"}')
+    loads.report("nobody", 1, encode_load(third))
+    assert await router.list_workers() == [Worker(info, signed)]
+    assert "load of w" in scene.noted("event")
 
 
 async def test_an_event_is_good_once_and_in_one_place(scene: Scene) -> None:

@@ -22,6 +22,8 @@ from kvstore.index import (
     MirrorFollower,
     Op,
     Position,
+    RedisIndex,
+    StreamBounds,
     Tier,
 )
 from kvstore.index.connection import RedisConnection
@@ -615,6 +617,88 @@ async def test_a_trimmed_stream_rescans_that_worker_only(server: RedisServer, na
             await until(lambda: owns(late.mirror, a))
             assert owns(late.mirror, b)
             assert late.num_rescans == rescans + 1
+
+
+@pytest.mark.parametrize("bounds", [StreamBounds(max_bytes=2**19), StreamBounds(max_age_s=0.3)], ids=["bytes", "age"])
+async def test_the_stream_is_bounded(server: RedisServer, namespace: str, bounds: StreamBounds) -> None:
+    """Regression: only the number of events was bounded, each of which may have 18 KB."""
+    backend = server.backend(namespace)
+    connection = backend.connection
+    assert connection
+    epoch = await backend.leases.acquire("w")
+    index = RedisIndex(connection, namespace, stream=bounds)
+    stream, sizes, owned, is_by_age = Keys(namespace).events, [], set[bytes](), bounds.max_age_s < 1
+    for seq in range(1, 601):
+        stored = keys(*range(seq * 256, (seq + 1) * 256)) if seq % 5 else keys(seq)
+        event = BlockEvent(worker_id="w", epoch=epoch, seq=seq, op=Op.STORED, keys=tuple(stored))
+        await index.apply(event)
+        owned.update(stored)
+        sizes.append(await connection.call("MEMORY", "USAGE", stream, "SAMPLES", 0))
+        await asyncio.sleep(0.002 if is_by_age else 0)
+    assert is_by_age or max(sizes) < 1.5 * bounds.max_bytes
+    assert is_by_age or min(sizes[-100:]) > bounds.max_bytes / 2
+    tip = (await index.state()).tip
+    first = (await connection.call("XRANGE", stream, "-", "+", "COUNT", 1))[0][0]
+    age_ms = tip[0] - int(first.partition(b"-")[0])
+    assert not is_by_age or 250 <= age_ms < 600
+    assert await index.snapshot("w", epoch) == (600, owned), "what is cut is past, not the set"
+
+
+async def test_a_counter_of_bytes_that_somebody_has_changed_bounds_the_stream_all_the_same(
+    server: RedisServer, namespace: str
+) -> None:
+    backend = server.backend(namespace)
+    connection = backend.connection
+    assert connection
+    epoch, of = await backend.leases.acquire("w"), Keys(namespace)
+    index = RedisIndex(connection, namespace, stream=StreamBounds(max_bytes=2**18))
+    for seq in range(1, 301):
+        if seq % 60 == 0:
+            garbage = [("SET", of.event_bytes, each) for each in ("x", 2**60, 5, "-3")] + [("DEL", of.event_bytes)]
+            await connection.pipeline([("DEL", of.event_bytes), garbage[seq // 60 - 1]])
+        event = BlockEvent(worker_id="w", epoch=epoch, seq=seq, op=Op.STORED, keys=keys(*range(seq, seq + 256)))
+        assert (await index.apply(event)).outcome is IndexOutcome.APPLIED
+        assert await connection.call("MEMORY", "USAGE", of.events, "SAMPLES", 0) < 2**21
+
+
+async def test_changes_are_gathered(backend: Backend) -> None:
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    async with running(worker.publisher):
+        await until(lambda: worker.publisher.is_settled)
+        before = await backend.index.position("w", worker.epoch)
+        for number in range(10):
+            worker.store(number)
+            await asyncio.sleep(0.002)
+        await until(lambda: worker.publisher.is_settled)
+        assert await backend.index.position("w", worker.epoch) <= before + 3
+        assert await backend.index.snapshot("w", worker.epoch) == (
+            await backend.index.position("w", worker.epoch),
+            worker.owned,
+        )
+
+
+async def test_loads_travel_with_the_events(backend: Backend) -> None:
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    heard: list[tuple[str, int, bytes]] = []
+    late = MirrorFollower(backend.index, Mirror(), poll_s=0.05, on_load=lambda *load: heard.append(load))
+    assert not worker.publisher.report(1, b"too early"), "nothing is published yet"
+    async with running(worker.publisher, late):
+        await until(lambda: worker.publisher.is_settled and late.connected)
+        before = await backend.index.position("w", worker.epoch)
+        worker.store(1)
+        worker.remove(2)
+        assert worker.publisher.report(1, b"a")
+        await until(lambda: heard == [("w", worker.epoch, b"a")])
+        assert await backend.index.position("w", worker.epoch) == before + 2, "with the last of the changes"
+        for number, load in ((1, b"once more"), (2, b"b"), (3, b"c")):
+            assert worker.publisher.report(number, load)
+        await until(lambda: heard[1:] == [("w", worker.epoch, b"c")])
+        assert await backend.index.position("w", worker.epoch) == before + 3
+        await until(lambda: owns(late.mirror, worker))
+        assert late.num_rescans <= 1
+        await backend.lapse("w")
+        worker.store(3)
+        await until(lambda: not worker.publisher.report(4, b"d"))
 
 
 async def test_a_gap_in_the_stream_rescans_that_worker_only(server: RedisServer, namespace: str) -> None:

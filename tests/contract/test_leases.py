@@ -20,22 +20,25 @@ from baton.cluster import (
     BlockCounts,
     Computes,
     ControllerInfo,
+    OpenConnections,
     PoolScaling,
     PoolTrouble,
     Role,
     RouterInfo,
+    TransferCounts,
     Worker,
     WorkerInfo,
     WorkerLoad,
     WorkerState,
 )
+from baton.costs import PRIOR
 from baton.errors import ConfigError, Fenced, StoreUnavailable
 from deploy import embedded_redis
 from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import BlockEvent, IndexOutcome, Op, RedisConnection
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper, RedisLeases
-from kvstore.leases.codec import decode_worker, encode
+from kvstore.leases.codec import decode_load, decode_worker, encode, encode_load
 from router.cluster.dependencies import Dependencies
 from tests.contract.roles import url_of
 from tests.support import builders
@@ -408,6 +411,75 @@ async def test_the_keeper_renews_at_once_when_asked(backend: Backend) -> None:
         running.cancel()
     await keeper.close()
     assert await backend.leases.list_workers() == []
+
+
+async def test_the_keeper_renews_soon_what_has_changed_and_seldom_what_has_not(backend: Backend) -> None:
+    keeper = LeaseKeeper(backend.leases, "w", renew_s=0.6, report_s=0.02)
+    info, loads = worker_info("w", await keeper.acquire()), [LOAD]
+    renewed = list[WorkerLoad]()
+    renew = backend.leases.renew
+
+    async def noted(info: WorkerInfo, load: WorkerLoad) -> bool:
+        renewed.append(load)
+        return await renew(info, load)
+
+    keeper._leases = SimpleNamespace(renew=noted, release=backend.leases.release)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(keeper.run(lambda: (info, loads[0])))
+        await asyncio.sleep(0.3)
+        assert renewed == [LOAD], "nothing has changed"
+        loads[0] = dataclasses.replace(LOAD, running=4)
+        began_s = time.monotonic()
+        await until(lambda: len(renewed) == 2)
+        assert time.monotonic() - began_s < 0.5
+        await until(lambda: renewed[1:] == [loads[0], loads[0]])
+        assert time.monotonic() - began_s > 0.5
+        running.cancel()
+    await keeper.close()
+
+
+async def test_the_keeper_does_not_renew_for_a_load_that_was_reported(backend: Backend) -> None:
+    reported, can_report = list[WorkerLoad](), [True]
+
+    def report(load: WorkerLoad) -> bool:
+        reported.append(load)
+        return can_report[0]
+
+    keeper = LeaseKeeper(backend.leases, "w", renew_s=60, report_s=0.02, report=report)
+    described = [Worker(worker_info("w", await keeper.acquire()), LOAD)]
+
+    async def is_listed() -> None:
+        while await backend.leases.list_workers() != described[-1:]:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.02)
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(keeper.run(lambda: (described[-1].info, described[-1].load)))
+        await is_listed()
+        busy = dataclasses.replace(LOAD, running=9, number=1)
+        described.append(Worker(described[0].info, busy))
+        await until(lambda: len(reported) > 2)
+        assert set(reported) == {busy}
+        assert await backend.leases.list_workers() == described[:1]
+        described.append(Worker(dataclasses.replace(described[0].info, node="elsewhere"), busy))
+        await is_listed()
+        can_report[0] = False
+        described.append(Worker(described[-1].info, dataclasses.replace(busy, running=8, number=2)))
+        await is_listed()
+        running.cancel()
+    await keeper.close()
+
+
+def test_a_reported_load_is_the_load() -> None:
+    costs = dataclasses.replace(PRIOR, s_overhead=1.5)
+    links = (OpenConnections("nccl", "P2P", 3),)
+    for load in (
+        WorkerLoad(),
+        LOAD,
+        dataclasses.replace(LOAD, costs=costs, connections=links, number=7, expert_tokens=(0, 3)),
+        dataclasses.replace(LOAD, transfers=TransferCounts(sent_committed=2, transfer_s=0.5)),
+    ):
+        assert decode_load(encode_load(load)) == load
+    assert encode_load(WorkerLoad()) == b"{}", "what has its default does not travel"
 
 
 async def test_the_keeper_stops_when_fenced_after_a_pause(backend: Backend) -> None:

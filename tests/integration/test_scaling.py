@@ -217,7 +217,7 @@ def test_orders_that_cannot_be_are_refused_with_a_sentence(cluster: Cluster) -> 
     orders: list[tuple[Callable[[], None], type[BatonError], str]] = [
         (lambda: client.scale("decoding", 2), InvalidRequest, "there are prefill, decode"),
         (lambda: client.scale("decode", 0), InvalidRequest, "at least 1 decode worker"),
-        (lambda: client.scale("prefill", 300), InvalidRequest, "at most 256 workers"),
+        (lambda: client.scale("prefill", 1100), InvalidRequest, "at most 1024 workers"),
         (lambda: client.drain("worker-77"), InvalidRequest, rf"'worker-77'; there are .*{decode} \(decode\)"),
         (lambda: client.set_role("worker-77", "prefill"), InvalidRequest, "no worker is called"),
         (lambda: client.set_role(decode, "both"), InvalidRequest, "there are prefill, decode"),

@@ -37,3 +37,20 @@ async def longest_turn(work: Awaitable[T]) -> tuple[T, float]:
     finally:
         gc.enable()
         await cancel_and_wait([turns])
+
+
+async def counted_turns(work: Awaitable[T]) -> tuple[T, int]:
+    """Awaits something. Returns its result, and how often others of the event loop had their turn meanwhile."""
+    num_turns = 0
+
+    async def take_turns() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    turns = asyncio.create_task(take_turns())
+    try:
+        return await work, num_turns
+    finally:
+        await cancel_and_wait([turns])

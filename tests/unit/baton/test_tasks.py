@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from baton.tasks import Flag, cancel_and_wait, seen_through
+from baton.tasks import Flag, cancel_and_wait, paced, seen_through
+from tests.support.turns import counted_turns
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
@@ -40,6 +41,17 @@ async def test_a_cancelled_caller_waits_and_what_the_task_raised_is_in_no_log(is
     await wait()
     gc.collect()
     assert logged == []
+
+
+async def test_others_run_between_slices_of_long_work() -> None:
+    async def work(slice_s: float) -> list[int]:
+        return [number async for number in paced(range(50), slice_s)]
+
+    found, num_turns = await counted_turns(work(0.0))
+    assert found == list(range(50))
+    assert num_turns >= 45
+    _, num_turns = await counted_turns(work(60.0))
+    assert num_turns < 10
 
 
 class _Answer:

@@ -17,6 +17,11 @@ def test_the_page_has_the_types_that_are_tested() -> None:
     assert sorted(rows()) == model_docs.types()
 
 
+def test_the_families_of_the_page_are_what_their_types_answer() -> None:
+    assert model_docs.families() in model_docs.PAGE.read_text(encoding="utf-8")
+    assert {kind for kinds in model_docs.OF_FIELD.values() for kind in kinds} <= set(model_docs.types())
+
+
 @pytest.mark.parametrize(
     "kind",
     [

@@ -83,6 +83,20 @@ async def test_a_lease_says_whether_a_sequence_can_continue_after_any_block(
         await member.kv.close()
 
 
+async def test_reports_of_a_load_are_numbered_by_its_changes() -> None:
+    config = Config(transfer=TransferConfig(transports=("tcp",)))
+    member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(64, 16))
+    try:
+        first = member._load()
+        assert first.number > 0, "0 stands for a release that does not count"
+        assert member._load() == first
+        member.become(WorkerState.READY)
+        assert member._load() == replace(first, state=WorkerState.READY, number=first.number + 1)
+        assert not member._report(first), "there is no publisher: the lease must be renewed"
+    finally:
+        await member.kv.close()
+
+
 async def test_workers_share_no_kv_unless_they_compute_the_same() -> None:
     async def identities(model: ModelConfig, *, batch_invariant: bool = False) -> tuple[str, str]:
         engine = EngineConfig(batch_invariant=batch_invariant)

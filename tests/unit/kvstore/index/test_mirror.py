@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.index import Applied, BlockEvent, Mirror, Op, Position
+from kvstore.index import Applied, BlockEvent, Mirror, Op, Owners, Position
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +77,7 @@ def test_where_workers_own_resume_points_the_last_one_counts(mirror: Mirror) -> 
     apply(mirror, a.event(Op.STORED, 2, 4, 9), b.event(Op.STORED, 3), c.event(Op.STORED, 8))
 
     def lookup(*numbers: int) -> dict[str, int]:
-        return mirror.lookup(keys(*numbers), resumes_anywhere=False)
+        return dict(mirror.lookup(keys(*numbers), resumes_anywhere=False))
 
     assert lookup(1, 2, 3, 4, 5) == {"a": 4, "b": 3}
     assert lookup(1, 2, 3) == {"a": 2, "b": 3}
@@ -254,6 +254,13 @@ class Naive:
                 self.start(worker_id, epoch)
         self.dead = {worker_id for worker_id, epoch in self.epoch.items() if epochs.get(worker_id) != epoch}
 
+    def num_alone(self) -> dict[str, int]:
+        all_owned = [key for owned in self.owned.values() for key in owned]
+        return {
+            worker_id: sum(all_owned.count(key) == 1 for key in self.owned[worker_id])
+            for worker_id in self.owned.keys() - self.dead
+        }
+
     def lookup(self, wanted: Sequence[bytes]) -> dict[str, int]:
         found = {}
         for worker_id in self.owned.keys() - self.dead:
@@ -294,11 +301,13 @@ steps = st.lists(
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
-@given(steps)
+@given(steps, st.integers(0, 3))
 def test_random_events_give_what_a_naive_model_gives(
     history: list[tuple[str, int, int, Op, list[int]] | dict[str, int] | tuple[str, list[int]] | int],
+    few_owners: int,
 ) -> None:
-    mirror, naive = Mirror(), Naive()
+    """The answers are the same whether a lookup names its workers or returns masks."""
+    mirror, naive = Mirror(few_owners), Naive()
     for step in history:
         if isinstance(step, dict):
             mirror.set_leased(step)
@@ -324,6 +333,12 @@ def test_random_events_give_what_a_naive_model_gives(
             wanted = keys(*range(start, 8))
             assert mirror.lookup(wanted) == naive.lookup(wanted)
             assert mirror.lookup(wanted, resumes_anywhere=False) == naive.last_owned(wanted)
+            found = mirror.lookup(wanted)
+            assert all(found.get(worker_id, 0) == naive.lookup(wanted).get(worker_id, 0) for worker_id in "abcx")
+    while mirror.sweep():
+        pass
+    if not any(naive.parts.values()):
+        assert mirror.unique_blocks() == naive.num_alone()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -367,11 +382,57 @@ def test_late_answers_leave_nothing_wrong(seed: int) -> None:
         assert {n for n in range(3) if mirror.lookup(keys(n))} == owned
 
 
-def test_unique_blocks_are_those_that_no_other_live_worker_has(mirror: Mirror) -> None:
+def test_unique_blocks_are_those_that_no_other_worker_has(mirror: Mirror) -> None:
     a, b, c = Worker("a", 1), Worker("b", 1), Worker("c", 1)
     apply(mirror, a.event(Op.STORED, 1, 2, 3, 4), b.event(Op.STORED, 1, 2), c.event(Op.STORED, 2, 3, 9))
     assert mirror.unique_blocks() == {"a": 1, "b": 0, "c": 1}
     mirror.set_leased({"a": 1, "b": 1})
-    assert mirror.unique_blocks() == {"a": 2, "b": 0}, "the dead hold nothing"
+    assert mirror.unique_blocks() == {"a": 1, "b": 0}, "what the dead held may come back with them"
+    mirror.forget("c")
+    while mirror.sweep(1):
+        mirror.check()
+    assert mirror.unique_blocks() == {"a": 2, "b": 0}
     apply(mirror, b.event(Op.CLEARED))
-    assert mirror.unique_blocks() == {"a": 4, "b": 0}, "what is not swept yet counts no more"
+    while mirror.sweep(1):
+        mirror.check()
+    assert mirror.unique_blocks() == {"a": 4, "b": 0}
+    apply(mirror, b.event(Op.STORED, 4), a.event(Op.REMOVED, 4, 3))
+    assert mirror.unique_blocks() == {"a": 2, "b": 1}
+
+
+@pytest.fixture
+def crowd(mirror: Mirror) -> Mirror:
+    """300 workers: all own block 1, those from 100 on block 2, the last three block 3."""
+    for number in range(300):
+        owned = 1 + (number >= 100) + (number >= 297)
+        apply(mirror, Worker(f"w{number}", 1).event(Op.STORED, *range(1, owned + 1)))
+    return mirror
+
+
+def test_a_lookup_with_many_owners_names_those_that_are_asked_for(crowd: Mirror) -> None:
+    found = crowd.lookup(keys(1, 2, 3, 4))
+    assert isinstance(found, Owners)
+    assert [found.get(f"w{number}", 0) for number in (0, 99, 100, 296, 297, 299, 300)] == [1, 1, 2, 2, 3, 3, 0]
+    assert (found["w299"], found.number("w300"), "w300" in found, len(found)) == (3, 0, False, 300)
+    assert found == {f"w{n}": 1 + (n >= 100) + (n >= 297) for n in range(300)}
+    crowd.set_leased({"w0": 1, "w299": 1})
+    assert crowd.lookup(keys(1, 2, 3, 4)) == {"w0": 1, "w299": 3}
+
+
+def test_the_longest_of_many_owners_come_first_and_the_others_are_drawn(crowd: Mirror) -> None:
+    found = crowd.lookup(keys(1, 2, 3))
+    assert isinstance(found, Owners)
+    assert found.longest(2, 7).keys() < {"w297", "w298", "w299"}
+    sample = found.longest(40, 7)
+    assert sample == found.longest(40, 7)
+    assert {"w297", "w298", "w299"} < sample.keys()
+    assert 20 < len(sample) <= 40
+    assert set(sample.values()) == {2, 3}, "of those that own less there is no room"
+    assert found.longest(40, 8).keys() != sample.keys(), "other seeds draw others"
+    assert found.longest(300, 7) == found, "all of them, if there is room"
+    numbers = sorted(int(worker_id[1:]) for worker_id in sample)
+    assert numbers[1] < 140 and numbers[-4] > 250, "they come from everywhere"  # noqa: PT018
+    crowd.forget(next(worker_id for worker_id, number in sample.items() if number == 2))
+    after = crowd.lookup(keys(1, 2, 3))
+    assert isinstance(after, Owners)
+    assert len(after.longest(40, 7).keys() - sample.keys()) <= 1, "a departure changes one of them"

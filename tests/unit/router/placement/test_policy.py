@@ -713,3 +713,11 @@ def test_where_the_adapter_is_shows_in_a_large_pool(monkeypatch: pytest.MonkeyPa
     assert chosen([*busy, *idle], "aggregated", loads_s=loads_s)[0].startswith("held")
     quick = dict.fromkeys(loads_s, 0.05)
     assert chosen([*busy, *idle], "aggregated", loads_s=quick)[0].startswith("idle")
+
+
+def test_candidates_in_the_order_of_a_session_are_not_turned() -> None:
+    pool = [decode(f"w{i}") for i in range(2 * policy.LARGE_POOL)]
+    prompts = [prompt_of([number] * 1000) for number in range(40)]
+    first = {f"w{i}" for i in range(policy.SHORTLIST)}
+    assert {placed(pool, prompt=prompt, rotates=False).decode_worker for prompt in prompts} <= first
+    assert len({placed(pool, prompt=prompt).decode_worker for prompt in prompts} - first) > 10

@@ -11,9 +11,10 @@ from baton.cluster import BlockCounts, Role, Worker, WorkerLoad, WorkerState
 from baton.costs import PRIOR
 from baton.messages import SequenceSpec
 from kvstore.index import BlockEvent, Mirror, Op
-from router.placement import Candidate, Job, Prompt, Turn
+from router.placement import Candidate, Job, Prompt, Turn, pool_view
 from router.placement.pool_view import ADAPTER_LOAD_S, LOADING_S, SUSPICION_S, PoolView
 from tests.support import builders
+from tests.support.turns import counted_turns
 
 COSTS = builders.step_costs(s_per_token=1e-3)
 """A token takes a millisecond."""
@@ -369,6 +370,38 @@ async def test_waiting_ends_with_the_next_update_or_in_time() -> None:
     await pools.update([])
     async with asyncio.timeout(1):
         await waiting
+
+
+async def test_requests_are_placed_while_leases_are_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until all of it is adopted, by the former leases."""
+    monkeypatch.setattr(pool_view, "SLICE_S", 0.0)
+    pools, _ = view()
+    await pools.update(before := [worker(f"w{number:03}") for number in range(100)])
+    seen = set[tuple[int, int, int]]()
+
+    async def look() -> None:
+        while True:
+            found = pools.candidates(PROMPT, NORMAL)
+            seen.add((len(found), len(pools.workers), sum(each.load.running for each in pools.workers)))
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    after = [replace(each, load=replace(each.load, running=1)) for each in before[:50]]
+    _, num_turns = await counted_turns(pools.update([*after, *before[60:]]))
+    assert num_turns >= 90
+    await asyncio.sleep(0)
+    looking.cancel()
+    assert seen == {(100, 100, 0), (90, 90, 50)}
+    _, num_turns = await counted_turns(pools.update([*after, *before[60:]]))
+    assert [each.load.running for each in pools.workers] == [1] * 50 + [0] * 40
+
+
+async def test_two_updates_at_a_time_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_view, "SLICE_S", 0.0)
+    pools, _ = view()
+    many, few = [worker(f"w{number}") for number in range(20)], [worker("w1")]
+    await asyncio.gather(pools.update(many), pools.update(few))
+    assert [each.info.id for each in pools.workers] == ["w1"]
 
 
 async def test_get_gives_the_latest_lease() -> None:
