@@ -13,8 +13,8 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
 WORKDIR /build
-RUN python -c "import sys; sys.exit(sys.version_info < (3, 11, 3) and 'the base image needs Python 3.11.3 or newer')"
-RUN python -m venv /opt/baton
+RUN python -c "import sys; sys.exit(sys.version_info < (3, 11, 3) and 'the base image needs Python 3.11.3 or newer')" \
+    && python -m venv /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 COPY deploy/docker/locks/ locks/
 # First what changes seldom; `make lock` says what that is, file by file.

@@ -121,7 +121,7 @@ def test_the_cuda_image_needs_the_driver_of_its_cuda_and_takes_no_gpu_unasked() 
     for cuda in least:
         stage = text[text.index(f"AS build-{cuda}") :].partition("FROM")[0]
         assert f"-r locks/torch-{cuda}.txt" in stage
-        assert (f"--index-url https://download.pytorch.org/whl/{cuda} " in stage) == (cuda != default), "PyPI has one"
+        assert (f'--index-url "${{TORCH_INDEX}}/{cuda}" ' in stage) == (cuda != default), "PyPI has one"
     assert "NVIDIA_VISIBLE_DEVICES=void" in text
     final = text[text.index("AS final-cuda") :]
     assert {"gcc", "libc6-dev"} <= set(re.search(r"--no-install-recommends (.*) \\", final)[1].split())  # type: ignore[index]
