@@ -27,18 +27,26 @@ COPY deploy/docker/locks/ locks/
 # torch first, as its builds have indexes of their own; `make lock` says what is installed, file by file.
 FROM base AS build-cpu
 ARG TORCH_INDEX
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
 RUN pip install --only-binary=:all: --no-deps --require-hashes \
     --index-url "${TORCH_INDEX}/cpu" -r locks/torch-cpu.txt
 
 # Its wheels bring the CUDA libraries and NCCL; the driver is the node's. PyPI has the newest CUDA's.
 FROM base AS build-cu130
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
 RUN pip install --only-binary=:all: --no-deps --require-hashes -r locks/torch-cu130.txt
 FROM base AS build-cu129
 ARG TORCH_INDEX
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
 RUN pip install --only-binary=:all: --no-deps --require-hashes \
     --index-url "${TORCH_INDEX}/cu129" -r locks/torch-cu129.txt
 FROM base AS build-cu126
 ARG TORCH_INDEX
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
 RUN pip install --only-binary=:all: --no-deps --require-hashes \
     --index-url "${TORCH_INDEX}/cu126" -r locks/torch-cu126.txt
 # hadolint ignore=DL3006
