@@ -150,6 +150,12 @@ audit: $(STAMP) $(TOOLS)/.installed
 	$(call SBOM,baton-worker-cuda,torch-cu130 worker)
 	.ci/known-vulnerabilities $(TOOLS)/bin/pip-audit $(PACKAGES)
 
+# Both images, for CPUs: built with docker or buildah, and tried. IMAGES has the options of `python -m tools.images`, such as
+# another base image.
+.PHONY: images
+images: $(STAMP)
+	$(BIN)/python -m tools.images $(IMAGES)
+
 # The site of the documents, with its links checked, in dist/site. It needs nothing of the rest.
 .PHONY: docs
 docs: $(DOCS)/.installed

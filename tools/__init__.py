@@ -5,6 +5,7 @@ api_docs     the tables of docs/http.md, from the declared fields
 chart_docs   the chart's schema and table of values, from the settings
 reference_docs  the tables of docs/configuration.md and docs/grpc.md, from settings, protos and errors
 site         the documents as a site, with mkdocs
+images       builds both images with docker or buildah, and tries them
 lock         the images' locks, from what uv resolved: exact versions with the hash of each file
 release      one version everywhere, and the images of a release by their digests
 model_docs   the table of docs/models.md, from what the models answer
@@ -16,6 +17,7 @@ __all__ = [
     "api_docs",
     "chart_docs",
     "dashboards",
+    "images",
     "lock",
     "model_docs",
     "mutants",

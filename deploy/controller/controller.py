@@ -104,6 +104,7 @@ class Controller:
         keys: KeyFile | None = None,
     ) -> None:
         self.config = config
+        self._settings = {pool: config.worker_settings(pool) for pool in Role}
         self._actors = actors
         self._leases = leases
         self._mirror = mirror
@@ -130,7 +131,7 @@ class Controller:
         pools = {**self.state.pools, **await self._actors.pools(found - self.state.pools.keys())}
         for worker_id, pool in sorted(pools.items()):
             role = self.state.roles.get(worker_id) or leased.get(worker_id) or pool
-            settings = self.state.settings.get(worker_id) or self.config.worker_settings(pool)
+            settings = self.state.settings.get(worker_id) or self._settings[pool]
             worker = ManagedWorker(id=worker_id, pool=pool, role=role, settings=settings)
             self._lives.workers[worker_id] = worker
             if worker_id in found:
@@ -267,7 +268,7 @@ class Controller:
             match action:
                 case StartWorker(worker_id, role):
                     worker = workers.setdefault(worker_id, ManagedWorker(id=worker_id, pool=role, role=role))
-                    worker.settings = self.config.worker_settings(worker.pool)
+                    worker.settings = self._settings[worker.pool]
                     self._record_workers()
                     self._lives.start(worker)
                 case RetireWorker(worker_id):
@@ -280,10 +281,12 @@ class Controller:
 
     def _replace_changed(self) -> None:
         """Retire workers whose settings have changed since their start, a few of a pool that is whole at a time."""
-        observed = self.observed()
         for pool in Role:
             workers = [worker for worker in self._lives.workers.values() if worker.pool is pool]
-            changed = [worker.id for worker in workers if worker.settings != self.config.worker_settings(pool)]
+            changed = [worker.id for worker in workers if worker.settings != self._settings[pool]]
+            if not changed:
+                continue
+            observed = self.observed()
             ready = [worker_id for worker_id in sorted(changed) if is_serving(observed[worker_id])]
             is_whole = num_serving(observed.values(), pool) >= self.state.desired[pool]
             if not ready or not is_whole or any(observed[worker.id].is_retiring for worker in workers):

@@ -8,13 +8,18 @@ registry=$1 version=$2 python=$3 is_pushed=$4
 mkdir -p dist
 base=$(docker buildx imagetools inspect "docker.io/library/python:$python" --format '{{.Manifest.Digest}}')
 
-build() { # NAME TAG DOCKERFILE OPTION...
-  name=$1 tag=$2 file=$3
-  shift 3
+build() { # NAME TAG DOCKERFILE LOCK OPTION...
+  name=$1 tag=$2 file=$3 lock=deploy/docker/locks/$4.txt
+  shift 4
+  # A package with binaries has a file for each processor. A lock without that of torch for aarch64 makes no image for it.
+  platforms=linux/amd64,linux/arm64
+  if [ "$(sed -n '/^torch==/,/[^\\]$/p' "$lock" | grep -c sha256)" = 1 ]; then
+    platforms=linux/amd64
+  fi
   if [ "$is_pushed" = true ]; then
     set -- --push --sbom=true --provenance=mode=max "$@"
   fi
-  docker buildx build --platform linux/amd64 --file "deploy/docker/$file.Dockerfile" \
+  docker buildx build --platform "$platforms" --file "deploy/docker/$file.Dockerfile" \
     --build-arg "PYTHON=$python@$base" --build-arg "VERSION=$version" --tag "${registry:-local}/$name:$tag" \
     --metadata-file "dist/$name-$tag.json" "$@" .
 }
@@ -25,9 +30,9 @@ digest() { # NAME TAG
 
 # Without a builder of its own docker keeps neither bills of materials nor provenance.
 docker buildx create --use --name baton-release --driver docker-container > /dev/null 2>&1 || docker buildx use baton-release
-build baton-router "$version" router
-build baton-worker "$version" worker
-build baton-worker "$version-cuda" worker --build-arg VARIANT=cuda
+build baton-router "$version" router router
+build baton-worker "$version" worker torch-cpu
+build baton-worker "$version-cuda" worker torch-cu130 --build-arg VARIANT=cuda
 if [ "$is_pushed" = true ]; then
   cat > dist/images.json << END
 {

@@ -2,13 +2,19 @@
 # The router, and what gets the model: neither torch nor Ray.
 #   docker build -f deploy/docker/router.Dockerfile -t baton-router:0.1.0 .
 
-# A release adds the digest: --build-arg PYTHON=3.11.11-slim-bookworm@sha256:...
+# A release adds the digest: --build-arg PYTHON=3.11.11-slim-bookworm@sha256:... A base of your own has Debian 12 and Python
+# 3.11.3 or newer in /usr/local: --build-arg PYTHON_IMAGE=registry.example/python --build-arg PYTHON=TAG
+ARG PYTHON_IMAGE=python
 ARG PYTHON=3.11.11-slim-bookworm
 
-FROM python:${PYTHON} AS build
+FROM ${PYTHON_IMAGE}:${PYTHON} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# A mirror of PyPI, and a folder or page with more files. The locks' hashes hold in any case.
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
 WORKDIR /build
-RUN python -m venv /opt/baton
+RUN python -c "import sys; sys.exit(sys.version_info < (3, 11, 3) and 'the base image needs Python 3.11.3 or newer')" \
+    && python -m venv /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 COPY deploy/docker/locks/ locks/
 # First what changes seldom; `make lock` says what that is, file by file.
@@ -20,7 +26,7 @@ RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir wheels .
     && pip install --no-deps wheels/*.whl \
     && pip check
 
-FROM python:${PYTHON}
+FROM ${PYTHON_IMAGE}:${PYTHON}
 ARG VERSION=0.1.0
 LABEL org.opencontainers.image.title="baton-router" \
       org.opencontainers.image.description="Router of Baton, a disaggregated serving cluster for large language models" \

@@ -4,38 +4,51 @@
 #   docker build -f deploy/docker/worker.Dockerfile --build-arg VARIANT=cuda -t baton-worker:0.1.0-cuda .   for GPUs
 # The nodes' NVIDIA driver has to be 580 or newer. For 525 and newer: --build-arg CUDA=cu129 or CUDA=cu126.
 
-# A release adds the digest: --build-arg PYTHON=3.11.11-slim-bookworm@sha256:...
+# A release adds the digest: --build-arg PYTHON=3.11.11-slim-bookworm@sha256:... A base of your own has Debian 12 and Python
+# 3.11.3 or newer in /usr/local: --build-arg PYTHON_IMAGE=registry.example/python --build-arg PYTHON=TAG
+ARG PYTHON_IMAGE=python
 ARG PYTHON=3.11.11-slim-bookworm
 ARG VARIANT=cpu
 ARG CUDA=cu130
+# Torch's own indexes, each below a name such as cpu. PyPI has the build for cu130.
+ARG TORCH_INDEX=https://download.pytorch.org/whl
 
-FROM python:${PYTHON} AS base
+FROM ${PYTHON_IMAGE}:${PYTHON} AS base
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# A mirror of PyPI, and a folder or page with more files. The locks' hashes hold in any case.
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
 WORKDIR /build
-RUN python -m venv /opt/baton
+RUN python -c "import sys; sys.exit(sys.version_info < (3, 11, 3) and 'the base image needs Python 3.11.3 or newer')" \
+    && python -m venv /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 COPY deploy/docker/locks/ locks/
 
 # torch first, as its builds have indexes of their own; `make lock` says what is installed, file by file.
 FROM base AS build-cpu
+ARG TORCH_INDEX
 RUN pip install --only-binary=:all: --no-deps --require-hashes \
-    --index-url https://download.pytorch.org/whl/cpu -r locks/torch-cpu.txt
+    --index-url "${TORCH_INDEX}/cpu" -r locks/torch-cpu.txt
 
 # Its wheels bring the CUDA libraries and NCCL; the driver is the node's. PyPI has the newest CUDA's.
 FROM base AS build-cu130
 RUN pip install --only-binary=:all: --no-deps --require-hashes -r locks/torch-cu130.txt
 FROM base AS build-cu129
+ARG TORCH_INDEX
 RUN pip install --only-binary=:all: --no-deps --require-hashes \
-    --index-url https://download.pytorch.org/whl/cu129 -r locks/torch-cu129.txt
+    --index-url "${TORCH_INDEX}/cu129" -r locks/torch-cu129.txt
 FROM base AS build-cu126
+ARG TORCH_INDEX
 RUN pip install --only-binary=:all: --no-deps --require-hashes \
-    --index-url https://download.pytorch.org/whl/cu126 -r locks/torch-cu126.txt
+    --index-url "${TORCH_INDEX}/cu126" -r locks/torch-cu126.txt
 # hadolint ignore=DL3006
 FROM build-${CUDA} AS build-cuda
 
 # hadolint ignore=DL3006
 FROM build-${VARIANT} AS build
 ENV PIP_NO_CACHE_DIR=1
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
 WORKDIR /build
 RUN pip install --only-binary=:all: --no-deps --require-hashes -r locks/worker.txt \
     && python -m venv /opt/build \
@@ -52,14 +65,14 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && python -m engine.native.build
 
-FROM python:${PYTHON} AS final-cpu
+FROM ${PYTHON_IMAGE}:${PYTHON} AS final-cpu
 
 # What CUDA asks of the driver: with an older one the container does not start, instead of computing on the CPU.
-FROM python:${PYTHON} AS driver-cu126
+FROM ${PYTHON_IMAGE}:${PYTHON} AS driver-cu126
 ENV NVIDIA_REQUIRE_CUDA="cuda>=12.0"
-FROM python:${PYTHON} AS driver-cu129
+FROM ${PYTHON_IMAGE}:${PYTHON} AS driver-cu129
 ENV NVIDIA_REQUIRE_CUDA="cuda>=12.0"
-FROM python:${PYTHON} AS driver-cu130
+FROM ${PYTHON_IMAGE}:${PYTHON} AS driver-cu130
 ENV NVIDIA_REQUIRE_CUDA="cuda>=13.0"
 
 # hadolint ignore=DL3006

@@ -6,14 +6,19 @@ A turn is the lock of one of a few files. It ends when its process closes the fi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
+import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import BinaryIO
 
 from baton.own_files import make_own
 
+KEPT_S = 86_400.0
+"""Time after which the folder of a Ray node that nobody has used since is removed."""
 POLL_S = 0.2
 """Interval at which a worker tries to get a turn."""
 
@@ -32,6 +37,8 @@ async def wait_for_turn(folder: Path, limit: int) -> BinaryIO:
     folder.parent.mkdir(parents=True, exist_ok=True)
     make_own(folder.parent)
     make_own(folder)
+    os.utime(folder)
+    _remove_unused(folder.parent)
     while True:
         for number in range(limit):
             file = (folder / str(number)).open("ab")
@@ -42,3 +49,11 @@ async def wait_for_turn(folder: Path, limit: int) -> BinaryIO:
             else:
                 return file
         await asyncio.sleep(POLL_S)
+
+
+def _remove_unused(parent: Path) -> None:
+    """Remove the folders of Ray nodes that have ended. Another process may do the same."""
+    for folder in parent.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > KEPT_S:
+                shutil.rmtree(folder, ignore_errors=True)

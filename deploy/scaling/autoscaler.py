@@ -92,9 +92,10 @@ class Autoscaler:
         if before is None:
             return None
         measured = measure(before[1], status, now - before[0])
-        decision = replace(
-            decide(measured, self._state, self._config, self._objective, now, mode=self._mode), may_flip=self._may_flip
-        )
+        decision = decide(measured, self._state, self._config, self._objective, now, mode=self._mode)
+        # The configuration of `baton autoscale` may lack the pools' settings; then the status has them.
+        may_flip = self._may_flip and not any(pool.engine for pool in status.pools.values())
+        decision = replace(decision, may_flip=may_flip)
         self._state = decision.state
         self._on_decided(decision)
         if decision.num_actions:

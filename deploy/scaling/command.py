@@ -114,7 +114,7 @@ def as_dict(decision: ScalingDecision) -> dict[str, Any]:
 def status_of(report: dict[str, Any]) -> ClusterStatus:
     """Return the cluster's state from `baton status --json`, as far as the autoscaler reads it."""
     return ClusterStatus(
-        pools={name: PoolStatus(pool["desired"], pool["ready"]) for name, pool in report["pools"].items()},
+        pools={name: _pool(pool) for name, pool in report["pools"].items()},
         workers=tuple(_worker(worker) for worker in report["workers"]),
         routers=tuple(
             RouterInfo(
@@ -133,6 +133,10 @@ def status_of(report: dict[str, Any]) -> ClusterStatus:
         redis_ok=report["redis"]["ok"],
         models=(),
     )
+
+
+def _pool(report: dict[str, Any]) -> PoolStatus:
+    return PoolStatus(report["desired"], report["ready"], tuple(report.get("engine", ())))  # an older release has none
 
 
 def _worker(report: dict[str, Any]) -> Worker:

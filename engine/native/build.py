@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -155,9 +156,14 @@ def _compile(compiler: str, variant: str, path: Path) -> None:
 def main(folder: Path) -> None:
     """Build every variant into `folder`, under the names by which `library` looks for an image's libraries.
 
+    There are variants for x86-64 only. On another processor nothing is built.
+
     Raises:
         NotNative: a variant cannot be built.
     """
+    if platform.machine() != "x86_64":
+        logger.warning("no native step is built for %s: models run on transformers", platform.machine())
+        return
     folder.mkdir(parents=True, exist_ok=True)
     compiler = _compiler()
     for variant in VARIANTS:

@@ -1,7 +1,8 @@
 """What the leases of many workers cost a router: CPU of an idle worker's second, and how long its event loop stops.
 
-A router polls leases and index every second; idle workers renew every three seconds (`index.renew_s`), and busy ones
-each second. A ticker runs beside the poll whenever the loop lets it; the CPU time between two ticks is a stop.
+A router polls leases and index every second. Workers renew every three seconds (`index.renew_s`): idle ones by a link,
+busy ones by a signature, and these report a load each second with an event. A ticker runs beside the poll whenever the
+loop lets it; the CPU time between two ticks is a stop.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from baton.cluster import Role, WorkerInfo, WorkerLoad
 from baton.costs import PRIOR
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from deploy.embedded_redis import EmbeddedRedis
-from kvstore.index import Mirror, MirrorFollower, RedisConnection, RedisIndex
-from kvstore.leases import RedisLeases
+from kvstore.index import BlockEvent, IndexOutcome, Mirror, MirrorFollower, Op, RedisConnection, RedisIndex
+from kvstore.leases import RedisLeases, ReportedLoads
 from kvstore.leases.chain import SLOT_MS
+from kvstore.leases.codec import encode_load
 from router.placement.pool_view import PoolView
 from tests.bench.report import Report, Table
 from tests.bench.stats import spread
@@ -29,6 +31,8 @@ from tests.support import builders
 
 NUM_WORKERS = (64, 256, 1024)
 POLLS_A_RENEWAL = 3
+LEASE_S = 600.0
+"""All workers are this one process, which may take longer than a real lease to write for all of them."""
 GATE_MS = 0.1
 GAP_GATES_MS = {256: 10, 1024: 30}
 NAMESPACE = "0" * 32
@@ -41,14 +45,25 @@ class Cluster:
 
     infos: list[WorkerInfo]
     writer: RedisLeases
+    index: RedisIndex
     leases: RedisLeases
     pools: PoolView
     follower: MirrorFollower
+    num_events: int = 0
 
     async def renew(self, number: int = 0) -> None:
         """Renews all leases; another number is another load."""
         for info in self.infos:
             assert await self.writer.renew(info, load(number))
+
+    async def report(self, number: int) -> None:
+        """Reports another load of each worker."""
+        for info in self.infos:
+            seq = self.num_events + 1
+            encoded = encode_load(replace(load(number), number=2**20 + seq))
+            event = BlockEvent(worker_id=info.id, epoch=info.epoch, seq=seq, op=Op.STORED, load=encoded)
+            assert (await self.index.apply(event)).outcome is IndexOutcome.APPLIED
+        self.num_events += 1
 
     async def poll(self) -> None:
         workers = await self.leases.list_workers()
@@ -68,9 +83,9 @@ def load(number: int) -> WorkerLoad:
 @contextlib.asynccontextmanager
 async def cluster(num_workers: int, keys: dict[Principal, KeyFile] | None) -> AsyncIterator[Cluster]:
     with EmbeddedRedis() as redis:
-        writer, reader, index = (RedisConnection(redis.url) for _ in range(3))
+        writer, events, reader, index = connections = [RedisConnection(redis.url) for _ in range(4)]
         mine = keys or {}
-        leases = RedisLeases(writer, NAMESPACE, keys=mine.get(Principal.WORKER))
+        leases = RedisLeases(writer, NAMESPACE, lease_s=LEASE_S, keys=mine.get(Principal.WORKER))
         infos = [
             builders.worker_info(
                 f"worker-{number}",
@@ -81,15 +96,17 @@ async def cluster(num_workers: int, keys: dict[Principal, KeyFile] | None) -> As
             )
             for number in range(num_workers)
         ]
-        mirror = Mirror()
+        mirror, loads = Mirror(), ReportedLoads(reader)
+        read = RedisIndex(index, NAMESPACE, keys=mine.get(Principal.ROUTER))
         yield Cluster(
             infos,
             leases,
-            RedisLeases(reader, NAMESPACE, keys=mine.get(Principal.ROUTER)),
+            RedisIndex(events, NAMESPACE, keys=mine.get(Principal.WORKER)),
+            RedisLeases(reader, NAMESPACE, lease_s=LEASE_S, keys=mine.get(Principal.ROUTER), loads=loads),
             PoolView(mirror.lookup, time.monotonic),
-            MirrorFollower(RedisIndex(index, NAMESPACE, keys=mine.get(Principal.ROUTER)), mirror),
+            MirrorFollower(read, mirror, on_load=loads.report),
         )
-        for each in (writer, reader, index):
+        for each in connections:
             await each.close()
 
 
@@ -130,7 +147,11 @@ async def _measure(num_workers: int, num_rounds: int, keys: dict[Principal, KeyF
         changed.append(max(await _gap_ms(it.poll), await _gap_ms(it.follow)))
         for number in range(1, num_rounds + 1):
             await it.renew(number)
-            busy.append((await _cpu_ms(it.poll) + await _cpu_ms(it.follow)) / num_workers)
+            polls = []
+            for second in range(POLLS_A_RENEWAL):
+                await it.report(number * POLLS_A_RENEWAL + second)
+                polls.append(await _cpu_ms(it.follow) + await _cpu_ms(it.poll))
+            busy.append(sum(polls) / POLLS_A_RENEWAL / num_workers)
             await it.renew(number + num_rounds)
             changed.append(max(await _gap_ms(it.poll), await _gap_ms(it.follow)))
             await asyncio.sleep(2 * SLOT_MS / 1e3)

@@ -121,7 +121,7 @@ def test_the_cuda_image_needs_the_driver_of_its_cuda_and_takes_no_gpu_unasked() 
     for cuda in least:
         stage = text[text.index(f"AS build-{cuda}") :].partition("FROM")[0]
         assert f"-r locks/torch-{cuda}.txt" in stage
-        assert (f"--index-url https://download.pytorch.org/whl/{cuda} " in stage) == (cuda != default), "PyPI has one"
+        assert (f'--index-url "${{TORCH_INDEX}}/{cuda}" ' in stage) == (cuda != default), "PyPI has one"
     assert "NVIDIA_VISIBLE_DEVICES=void" in text
     final = text[text.index("AS final-cuda") :]
     assert {"gcc", "libc6-dev"} <= set(re.search(r"--no-install-recommends (.*) \\", final)[1].split())  # type: ignore[index]
@@ -227,8 +227,9 @@ def test_no_image_is_whatever_is_newest() -> None:
 
 def test_every_image_can_be_given_by_digest() -> None:
     for path in DOCKERFILES:
-        bases = re.findall(r"^FROM (python\S*)", path.read_text(), re.MULTILINE)
-        assert set(bases) == {"python:${PYTHON}"}, "--build-arg PYTHON=TAG@sha256:..."
+        bases = re.findall(r"^FROM (\S*(?:python|PYTHON)\S*)", path.read_text(), re.MULTILINE)
+        assert "\nARG PYTHON_IMAGE=python\n" in path.read_text()
+        assert set(bases) == {"${PYTHON_IMAGE}:${PYTHON}"}, "--build-arg PYTHON=TAG@sha256:..."
     for name, service in SERVICES.items():
         variable = "BATON_(ROUTER|WORKER)" if name in OURS else name.upper()
         assert re.fullmatch(rf"\$\{{{variable}_IMAGE:-[\w./-]+:[\w.-]+\}}", service["image"]), name

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,19 @@ async def test_a_worker_that_starts_without_its_turn_takes_none(
     await asyncio.wait_for(waiting, 5)
     await asyncio.wait_for(last.turn(1), 5)
     await begin(last)
+
+
+async def test_the_folders_of_nodes_that_are_gone_do_not_stay_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (worker,) = on_a_node(tmp_path, monkeypatch, 1)
+    for name, age_s in (("gone", 2 * turns.KEPT_S), ("a-node", 2 * turns.KEPT_S), ("other", 0.0)):
+        folder = tmp_path / "turns" / name
+        folder.mkdir(parents=True)
+        os.utime(folder, (time.time() - age_s,) * 2)
+    await worker.turn(1)
+    assert sorted(each.name for each in (tmp_path / "turns").iterdir()) == ["a-node", "other"]
+    await begin(worker)
 
 
 async def test_where_a_node_has_no_folder_for_turns_nobody_waits(

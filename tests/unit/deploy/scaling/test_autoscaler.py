@@ -27,6 +27,7 @@ class Cluster:
         self.running = dict.fromkeys(self.roles, 0)
         self.orders: list[tuple[str, object, object]] = []
         self.refuses: Callable[[], None] = lambda: None
+        self.engine: tuple[str, ...] = ()
 
     async def observe(self) -> ClusterStatus:
         workers = []
@@ -37,7 +38,7 @@ class Cluster:
             )
             workers.append(worker(name, role, load))
         count = {role: sum(r is role for r in self.roles.values()) for role in Role}
-        pools = {role.value: PoolStatus(count[role], count[role]) for role in Role}
+        pools = {role.value: PoolStatus(count[role], count[role], self.engine) for role in Role}
         return cluster_status(*workers, pools=pools)
 
     async def scale(self, pool: Role, num_workers: int) -> None:
@@ -90,6 +91,14 @@ def test_between_pools_of_different_engines_workers_stop_and_start(prefill: int,
         assert decisions[-1].flips is None
         assert (decisions[-1].starts, decisions[-1].stops) == (Sizes(3, 0), Sizes(0, 3))
         assert summary(decisions[-1]) == "1:4 -> 4:1: start 3 prefill; stop 3 decode"
+
+
+def test_that_engines_differ_may_be_known_from_the_status_alone() -> None:
+    """The settings of `baton autoscale` need not be the cluster's."""
+    cluster = Cluster(1, 4)
+    cluster.engine = ("tensor_parallel=2",)
+    windows(autoscaler(cluster), cluster, 5)
+    assert cluster.orders == [("scale", "decode", 1), ("scale", "prefill", 4)]
 
 
 def test_new_workers_come_after_the_flips() -> None:
@@ -171,6 +180,7 @@ def test_a_status_as_the_cluster_tells_it_is_read() -> None:
     from baton import wire
 
     cluster = Cluster(1, 1)
+    cluster.engine = ("tensor_parallel=2",)
     told = asyncio.run(cluster.observe())
     told = replace(
         told, workers=tuple(replace(w, load=replace(w.load, busy_s=2.5, queued_tokens=7)) for w in told.workers)
