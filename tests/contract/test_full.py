@@ -152,6 +152,11 @@ class Full:
         raise AssertionError
 
     async def endure(self) -> None:
+        """Lets time pass at the limit. A slow machine takes a while to get there."""
+        async with asyncio.timeout(60):
+            while not self.redis.num_refused:
+                await self.all_live()
+                await asyncio.sleep(0.1)
         until_s = time.monotonic() + SECONDS
         while time.monotonic() < until_s:
             await self.all_live()
@@ -178,7 +183,6 @@ async def test_a_redis_that_its_own_events_fill_loses_no_lease(full: Full) -> No
             each.cancel()
         await until(full.is_right, RIGHT_AGAIN_S)
         await full.all_live()
-        assert full.redis.num_refused, "the load was too small to show anything"
 
 
 async def test_the_index_comes_back_once_others_have_freed_the_memory(full: Full) -> None:

@@ -171,6 +171,7 @@ async def plane(url: str, namespace: str, folder: Path, keys: MemberKeys | None 
 async def endure(it: Plane, garbage: Garbage) -> None:
     """Put there until it was come across, it harms nobody else, and afterwards all is as before."""
     before = it.count(garbage.what)
+    await it.describe_bad()  # which nobody else does, and its lease ends after ten seconds
     async with asyncio.timeout(10):
         while it.count(garbage.what) == before:
             await it.redis.pipeline(list(garbage.commands))
