@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -32,10 +33,12 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy" / "docker"
 USER = 1000
 """User and group of the images."""
-READY_S, STOP_S = 600.0, 20.0
-PROMPT = "The capital of France is"
 INNER = {"cache": "/var/cache/baton", "state": "/var/lib/baton", "ray": "/tmp/ray"}
 """Folders of the containers that the trial shares among them."""
+READY_S, STOP_S = 600.0, 20.0
+DRAW_SECRET = f"umask 077 && head -c 32 /dev/urandom | base64 > {INNER['state']}/secret"
+"""Command that writes the cluster's secret as the images' user: nobody else may read it."""
+PROMPT = "The capital of France is"
 
 
 class Failed(Exception):
@@ -152,7 +155,7 @@ def try_images(builder: Builder, tag: str) -> str:
         for path in shared.values():
             path.mkdir(mode=0o777)
             path.chmod(0o777)
-        redis, ray, grpc, http, control = (free_port() for _ in range(5))
+        redis, ray, client, grpc, http, control = (free_port() for _ in range(6))
         server = EmbeddedRedis(port=redis)
         server.start()
         stack.callback(server.stop)
@@ -162,29 +165,33 @@ def try_images(builder: Builder, tag: str) -> str:
             "BATON_CLUSTER_PREFILL": "0",
             "BATON_CLUSTER_DECODE": "1",
             "BATON_CLUSTER_HOST": "127.0.0.1",
+            "BATON_CLUSTER_SECRET": f"{INNER['state']}/secret",
             "BATON_CLUSTER_RAY_ADDRESS": f"127.0.0.1:{ray}",
             "BATON_CLUSTER_STATE_FILE": f"{INNER['state']}/state.json",
             "BATON_CLUSTER_CONTROLLER_PORT": str(control),
             "BATON_GRPC_PORT": str(grpc),
             "BATON_HTTP_PORT": str(http),
             "BATON_ENGINE_KV_CACHE_GIB": "0.25",
+            "BATON_ROUTER_CACHE_SECRET": secrets.token_hex(16),
         }
-        cache = {"cache": shared["cache"]}
-        with builder.container(f"baton-router:{tag}", ["baton", "run", "model"], environment, cache) as got:
-            if got.wait(timeout=READY_S):
-                raise Failed(f"the router's image could not get the model: status {got.returncode}")
+        without_ray = {name: path for name, path in shared.items() if name != "ray"}
+        worker, router = f"baton-worker:{tag}", f"baton-router:{tag}"
+        for command in (["sh", "-c", DRAW_SECRET], ["baton", "run", "model"]):
+            with builder.container(router, command, environment, without_ray) as got:
+                if got.wait(timeout=READY_S):
+                    raise Failed(f"in the router's image {command[-1]!r} ended with status {got.returncode}")
         head = [
             *("ray", "start", "--head", "--block", f"--port={ray}", "--node-ip-address=127.0.0.1", "--num-cpus=0"),
             *("--include-dashboard=false", "--object-store-memory=80000000", "--disable-usage-stats"),
+            f"--ray-client-server-port={client}",
             '--resources={"baton_worker":1}',
         ]
-        worker, router = f"baton-worker:{tag}", f"baton-router:{tag}"
         running = [
             stack.enter_context(builder.container(image, command, environment, folders))
             for image, command, folders in (
                 (worker, head, shared),
                 (worker, ["baton", "run", "controller"], shared),
-                (router, ["baton", "run", "router"], cache),
+                (router, ["baton", "run", "router"], without_ray),
             )
         ]
         wait_ready(f"http://127.0.0.1:{http}/readyz", running)

@@ -72,5 +72,5 @@ def test_a_container_that_ends_fails_the_trial(programs: Path, capsys: pytest.Ca
     """Here the one that gets the model."""
     add(programs, "buildah", 'case "$1" in from) echo made;; run) exit 7;; esac')
     assert images.main(["--no-build"]) == 1
-    assert "could not get the model: status 7" in capsys.readouterr().err
+    assert "ended with status 7" in capsys.readouterr().err
     assert os.environ["PATH"] == str(programs)
