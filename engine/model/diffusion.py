@@ -40,6 +40,7 @@ from engine.model.pages import Pages
 from engine.model.rank_step import RankStep
 from engine.model.self_check import ENDS, TOLERANCE, probe_tokens, shares, steps
 from engine.model.transformers_model import load_config, load_whole
+from engine.sampling.row import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
@@ -64,6 +65,8 @@ class DiffusionRunner(LogitsRunner):
     """
 
     name = "transformers"
+    images = "the prompts of models that denoise a canvas are read as text alone"
+    """See `Runner.images`."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, set_aside: int = 0) -> None:
         refuse_settings(engine, WORDS)
@@ -97,9 +100,10 @@ class DiffusionRunner(LogitsRunner):
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""
         self._next = {}
-        output = super().execute(step, on_layer_done)
-        self._canvases = self._next
-        return output
+        try:
+            return super().execute(step, on_layer_done)
+        finally:  # also after a failure: a sequence that was not in this step may have other blocks in the next one
+            self._canvases = self._next
 
     @torch.inference_mode()
     def _executed(self, step: StepInput, on_layer_done: OnLayerDone, is_ready: bool) -> StepOutput:
@@ -147,7 +151,7 @@ class DiffusionRunner(LogitsRunner):
             return
         for part, canvas, hidden in zip(parts, canvases, self._decoded(parts, canvases), strict=True):
             temperature = self._schedule.temperature(canvas.num_left) * (part.sampling.temperature or 1.0)
-            logits = self._logits(hidden).div_(temperature)
+            logits = self._logits(hidden).div_(max(temperature, MIN_TEMPERATURE))
             after = canvas.denoised(logits, self._schedule)
             yield after if after.is_finished else replace(after, conditioning=self._mean_embeddings(logits))
 
