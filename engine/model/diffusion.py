@@ -143,7 +143,11 @@ class DiffusionRunner(LogitsRunner):
         rows = [_Row(part, device, part.num_computed_tokens, part.end) for part in parts]
         set_step(_PageAttention(self._layers, rows, keeps=True))
         token_ids = torch.tensor([[token for part in parts for token in part.token_ids]], device=device)
-        self._model.model.encoder.language_model(input_ids=token_ids, position_ids=_positions(rows, device))
+        self._model.model.encoder.language_model(
+            input_ids=token_ids,
+            position_ids=_positions(rows, device),
+            past_key_values=_NoCache(self.spec.num_layers, self._model.model.decoder.norm.weight),
+        )
 
     def _denoised(self, parts: Sequence[StepPart], canvases: Sequence[Canvas]) -> Iterator[Canvas]:
         """Take a step of canvases, all in one pass, and yield them."""
@@ -251,7 +255,9 @@ class _Row:
 
 
 class _NoCache:
-    """Stands in for a cache of transformers. It is empty: the attention reads K and V from the pages.
+    """Stands in for a cache of transformers, which would keep a step's K and V of all layers to the step's end.
+
+    It is and stays empty: the attention writes K and V into the pages, and reads them there.
 
     Args:
         like: tensor of the data type and device of K and V.
@@ -262,6 +268,10 @@ class _NoCache:
     def __init__(self, num_layers: int, like: torch.Tensor) -> None:
         empty = like.new_empty(0)
         self.layers = [SimpleNamespace(keys=empty, values=empty)] * num_layers
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V that the encoder has computed, for the attention."""
+        return keys, values
 
 
 class _PageAttention:

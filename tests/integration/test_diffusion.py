@@ -295,6 +295,13 @@ def test_the_last_token_is_computed_once(folder: Path, monkeypatch: pytest.Monke
     assert len(tokens) == 40
 
 
+def test_a_step_keeps_its_keys_and_values_in_the_pages_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(folder)
+    monkeypatch.setattr("transformers.models.diffusion_gemma.modeling_diffusion_gemma.DynamicCache", None)
+    ((tokens,), _) = answers(engine, [spec_of("one", prompts()[3], 20)], steps_between=0)
+    assert len(tokens) == 20
+
+
 @pytest.mark.parametrize(
     ("values", "name"),
     [
