@@ -188,6 +188,8 @@ class DiffusionRunner(LogitsRunner):
         """Return `Canvas.conditioning`, as the model's decoder computes it from these logits."""
         embedding = self._model.model.decoder.embed_tokens
         dtype = embedding.weight.dtype
+        if dtype == torch.float16:  # at low temperatures its range is too small; the softmax stays the same
+            logits = logits - logits.amax(-1, keepdim=True)
         weights = logits.to(dtype).softmax(-1, dtype=torch.float32).to(dtype)
         found: torch.Tensor = weights @ embedding.weight * embedding.embed_scale.to(dtype)
         return found

@@ -110,6 +110,13 @@ def test_a_tiny_temperature_is_within_the_range_of_the_logits(temperature: float
     assert got == expected
 
 
+def test_a_low_temperature_is_within_the_range_of_float16(folder: Path) -> None:
+    runner = make_runner(ModelConfig(path=str(folder), device="cpu", dtype="float16"), ENGINE, folder / "cache")
+    specs = [spec_of(f"{t}", prompts()[1], 16, temperature=t) for t in (1e-2, 1e-4)]
+    for tokens in answers(engine_of(runner, ENGINE), specs, steps_between=0)[0]:
+        assert len(set(tokens)) > 4, "NaN makes all tokens 0"
+
+
 def test_choices_of_one_prompt_share_its_blocks(folder: Path) -> None:
     """One is forked from another in the midst of that one's canvas, whose last token counts as not computed."""
     spec, num_prompt_tokens = spec_of("r", prompts()[3], 40), len(prompts()[3])
