@@ -19,6 +19,11 @@ ONE_BY_ONE = (
     "dry_multiplier", "xtc_probability", "structured_outputs", "thinking_budget", "use_beam_search",
 )  # fmt: skip
 """Sampling parameters without a meaning for a canvas, whose tokens are drawn together."""
+ASKED_BY = {
+    "logprobs": "best_of above n asks for them",
+    "structured_outputs": "response_format, and tool_choice other than auto and none, ask for them",
+}
+"""What else of a request sets such a parameter, by its name."""
 
 
 def require_computable(spec: SequenceSpec, runner: Runner) -> None:
@@ -54,9 +59,10 @@ def _require_drawn_together(params: SamplingParams, canvas_length: int) -> None:
     """Raise InvalidRequest for parameters that need tokens to be drawn one after another."""
     for name in ONE_BY_ONE:
         if getattr(params, name) != getattr(NEUTRAL, name):
+            also = f" ({ASKED_BY[name]})" if name in ASKED_BY else ""
             raise InvalidRequest(
                 f"{name} needs a model that draws one token after another; this one draws {canvas_length} together, "
-                "and takes temperature, seed, stop and lengths"
+                f"and takes temperature, seed, stop and lengths{also}"
             )
 
 

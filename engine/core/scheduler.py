@@ -52,7 +52,9 @@ class SchedulerLimits:
         """Return the limits for canvases of this length: so many sequences that a step has room for all canvases."""
         if not length:
             return self
-        most = max(1, self.max_num_batched_tokens // length)
+        # A canvas may begin while a token of the budget is left, and each sequence takes one token beside its canvas.
+        most = min(self.max_num_batched_tokens // length, 1 + (self.max_num_batched_tokens - 1) // (length + 1))
+        most = max(1, most)
         return replace(self, canvas_length=length, max_num_seqs=min(self.max_num_seqs, most), max_draft_tokens=0)
 
 

@@ -106,7 +106,7 @@ class StepThreads:
             began_s=now,
             launched=launched,
             expected_s=expected_s,
-            limit_s=self._limit_s(size, expected_s),
+            limit_s=self._limit_s(step, size, expected_s),
         )
         return self.last
 
@@ -123,13 +123,16 @@ class StepThreads:
             logger.error("the device does not respond after a failed step", exc_info=refusal)
         return refusal is not None
 
-    def _limit_s(self, size: StepSize, expected_s: float) -> float:
+    def _limit_s(self, step: StepInput, size: StepSize, expected_s: float) -> float:
         """Return the time limit of a step.
 
         Before the first steps of a kind have ended, it is based on the runner's trial step: a large model on a few CPUs
         takes minutes for a prompt.
         """
-        tried_s = self._runner.token_s * (size.num_new + size.num_drafts)
+        num_tokens = size.num_new + size.num_drafts
+        if self._runner.canvas_length:
+            num_tokens += self._runner.canvas_length * sum(part.sample for part in step.parts)
+        tried_s = self._runner.token_s * num_tokens
         return max(self._step_timeout_s, HUNG * max(tried_s, expected_s))
 
     def _execute(self, after: Future[Any] | None, step: StepInput, on_layer_done: OnLayerDone) -> StepOutput:

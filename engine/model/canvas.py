@@ -48,7 +48,8 @@ class Schedule:
     most_temperature: float = 0.8
     """Temperature of the first step."""
     num_stable: int = 1
-    """Number of steps in a row whose likeliest tokens must be those of the step after them, for the canvas to end."""
+    """Number of steps in a row whose likeliest tokens must be those of the step after them, for the canvas to end; 0:
+    they may change up to the last step."""
     confidence: float = 0.005
     """The mean entropy of the canvas, in nats, must be less for the canvas to end."""
 
@@ -159,8 +160,9 @@ class Canvas:
         likeliest, entropy = logits.argmax(-1), entropies(logits)
         drawn = draws(logits, noise.uniform.to(logits.device)) if self.is_drawn else likeliest
         kept = within_bound(entropy, schedule.entropy_bound)
-        is_stable = len(self.likeliest) == schedule.num_stable and all(
-            torch.equal(likeliest, before) for before in self.likeliest
+        is_stable = not schedule.num_stable or (
+            len(self.likeliest) == schedule.num_stable
+            and all(torch.equal(likeliest, before) for before in self.likeliest)
         )
         is_finished = self.num_left == 1 or (is_stable and float(entropy.mean()) < schedule.confidence)
         return replace(

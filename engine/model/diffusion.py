@@ -40,6 +40,7 @@ from engine.model.pages import Pages
 from engine.model.rank_step import RankStep
 from engine.model.self_check import ENDS, TOLERANCE, probe_tokens, shares, steps
 from engine.model.transformers_model import load_config, load_whole
+from engine.sampling.row import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
@@ -64,6 +65,8 @@ class DiffusionRunner(LogitsRunner):
     """
 
     name = "transformers"
+    images = "the prompts of models that denoise a canvas are read as text alone"
+    """See `Runner.images`."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, set_aside: int = 0) -> None:
         refuse_settings(engine, WORDS)
@@ -97,9 +100,10 @@ class DiffusionRunner(LogitsRunner):
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""
         self._next = {}
-        output = super().execute(step, on_layer_done)
-        self._canvases = self._next
-        return output
+        try:
+            return super().execute(step, on_layer_done)
+        finally:  # also after a failure: a sequence that was not in this step may have other blocks in the next one
+            self._canvases = self._next
 
     @torch.inference_mode()
     def _executed(self, step: StepInput, on_layer_done: OnLayerDone, is_ready: bool) -> StepOutput:
@@ -139,7 +143,11 @@ class DiffusionRunner(LogitsRunner):
         rows = [_Row(part, device, part.num_computed_tokens, part.end) for part in parts]
         set_step(_PageAttention(self._layers, rows, keeps=True))
         token_ids = torch.tensor([[token for part in parts for token in part.token_ids]], device=device)
-        self._model.model.encoder.language_model(input_ids=token_ids, position_ids=_positions(rows, device))
+        self._model.model.encoder.language_model(
+            input_ids=token_ids,
+            position_ids=_positions(rows, device),
+            past_key_values=_NoCache(self.spec.num_layers, self._model.model.decoder.norm.weight),
+        )
 
     def _denoised(self, parts: Sequence[StepPart], canvases: Sequence[Canvas]) -> Iterator[Canvas]:
         """Take a step of canvases, all in one pass, and yield them."""
@@ -147,7 +155,7 @@ class DiffusionRunner(LogitsRunner):
             return
         for part, canvas, hidden in zip(parts, canvases, self._decoded(parts, canvases), strict=True):
             temperature = self._schedule.temperature(canvas.num_left) * (part.sampling.temperature or 1.0)
-            logits = self._logits(hidden).div_(temperature)
+            logits = self._logits(hidden).div_(max(temperature, MIN_TEMPERATURE))
             after = canvas.denoised(logits, self._schedule)
             yield after if after.is_finished else replace(after, conditioning=self._mean_embeddings(logits))
 
@@ -180,6 +188,8 @@ class DiffusionRunner(LogitsRunner):
         """Return `Canvas.conditioning`, as the model's decoder computes it from these logits."""
         embedding = self._model.model.decoder.embed_tokens
         dtype = embedding.weight.dtype
+        if dtype == torch.float16:  # at low temperatures its range is too small; the softmax stays the same
+            logits = logits - logits.amax(-1, keepdim=True)
         weights = logits.to(dtype).softmax(-1, dtype=torch.float32).to(dtype)
         found: torch.Tensor = weights @ embedding.weight * embedding.embed_scale.to(dtype)
         return found
@@ -247,7 +257,9 @@ class _Row:
 
 
 class _NoCache:
-    """Stands in for a cache of transformers. It is empty: the attention reads K and V from the pages.
+    """Stands in for a cache of transformers, which would keep a step's K and V of all layers to the step's end.
+
+    It is and stays empty: the attention writes K and V into the pages, and reads them there.
 
     Args:
         like: tensor of the data type and device of K and V.
@@ -258,6 +270,10 @@ class _NoCache:
     def __init__(self, num_layers: int, like: torch.Tensor) -> None:
         empty = like.new_empty(0)
         self.layers = [SimpleNamespace(keys=empty, values=empty)] * num_layers
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V that the encoder has computed, for the attention."""
+        return keys, values
 
 
 class _PageAttention:

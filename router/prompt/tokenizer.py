@@ -15,7 +15,7 @@ import tokenizers
 
 from baton.api import Chat
 from baton.errors import InvalidRequest, ModelLoadError
-from baton.model_files import decoder_start_ids, of_text, read_json, unapplied_recommendations, whole
+from baton.model_files import decoder_start_ids, denoises, of_text, read_json, unapplied_recommendations, whole
 from baton.rust import complaint_of
 from baton.sampling import SamplingParams
 from baton.tokenizer_file import end_of_sequence_ids, read_tokenizer, special_tokens
@@ -96,7 +96,12 @@ class Tokenizer:
         config = read_json(folder / "config.json", required=True)
         tokenizer_config = read_json(folder / "tokenizer_config.json")
         template = ChatTemplate.load(folder, tokenizer_config, special_tokens(folder), chat_template)
-        if unapplied := unapplied_recommendations(folder):
+        generation = read_json(folder / "generation_config.json")
+        unapplied = unapplied_recommendations(folder)
+        if denoises(folder):  # workers refuse these parameters, and the draws follow the file's schedule instead
+            of_draws = {name: generation.pop(name, None) for name in RECOMMENDED_SAMPLING}
+            unapplied |= {name: value for name, value in of_draws.items() if value is not None}
+        if unapplied:
             logger.warning(
                 "%s recommends %s, which this version does not apply: answers may differ from those that the model's "
                 "authors intended",
@@ -112,9 +117,7 @@ class Tokenizer:
             eos_ids=end_of_sequence_ids(folder),
             decoder_start_ids=decoder_start_ids(folder),
             max_model_len=next((int(value) for name in LENGTH_NAMES if (value := of_text(config, name))), 0),
-            default_sampling=_default_sampling(
-                read_json(folder / "generation_config.json"), frozenset(vocabulary.values())
-            ),
+            default_sampling=_default_sampling(generation, frozenset(vocabulary.values())),
             _added_ids=frozenset(tokenizer.get_added_tokens_decoder()),
             _is_byte_level='"ByteLevel"' in tokenizer.decoder.__getstate__().decode() if tokenizer.decoder else False,
             _tokenizer=tokenizer,

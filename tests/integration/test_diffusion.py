@@ -16,6 +16,7 @@ import torch
 from baton.config import EngineConfig, ModelConfig
 from baton.errors import ConfigError, InvalidRequest, ModelLoadError
 from baton.messages import SequenceSpec
+from baton.structure import StructuredOutputs
 from engine.core.engine import Engine
 from engine.core.faults import Fault
 from engine.core.outputs import Generated, Output
@@ -98,6 +99,33 @@ def test_the_temperature_scales_that_of_the_model_and_0_draws_nothing(
     ]
     specs = [spec_of(f"{i}", prompt, 16, temperature=temperature) for i, prompt in enumerate(prompts())]
     got, _ = answers(make_engine(folder), specs, steps_between=1)
+    require_same(got, expected)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e-300])
+def test_a_tiny_temperature_is_within_the_range_of_the_logits(temperature: float, folder: Path) -> None:
+    """The drawn tokens are the likeliest ones, as they are at a temperature that is low enough."""
+    specs = [spec_of(f"{t}", prompts()[1], 16, temperature=t) for t in (1e-3, temperature)]
+    (expected, got), _ = answers(_engine_to_ask(folder), specs, steps_between=0)
+    assert got == expected
+
+
+def test_a_low_temperature_is_within_the_range_of_float16(folder: Path) -> None:
+    runner = make_runner(ModelConfig(path=str(folder), device="cpu", dtype="float16"), ENGINE, folder / "cache")
+    specs = [spec_of(f"{t}", prompts()[1], 16, temperature=t) for t in (1e-2, 1e-4)]
+    for tokens in answers(engine_of(runner, ENGINE), specs, steps_between=0)[0]:
+        assert len(set(tokens)) > 4, "NaN makes all tokens 0"
+
+
+def test_choices_of_one_prompt_share_its_blocks(folder: Path) -> None:
+    """One is forked from another in the midst of that one's canvas, whose last token counts as not computed."""
+    spec, num_prompt_tokens = spec_of("r", prompts()[3], 40), len(prompts()[3])
+    choices = [replace(spec, choice_index=index) for index in range(2)]
+    alone = [answers(make_engine(folder), [choice], steps_between=0)[1][0] for choice in choices]
+    together = answers(make_engine(folder), choices, steps_between=4)[1]
+    assert together[1].num_cached_tokens == num_prompt_tokens - 1
+    got, expected = ([each.token_ids[num_prompt_tokens:] for each in sequences] for sequences in (together, alone))
+    assert len(got[1]) == 40
     require_same(got, expected)
 
 
@@ -229,8 +257,12 @@ def test_steps_have_room_for_the_canvases_of_all_sequences(folder: Path, monkeyp
     assert num_steps < 6 * 2 * GENERATION["max_denoising_steps"], "canvases are denoised together"
 
 
-def test_a_sequence_that_missed_a_step_may_have_other_blocks(folder: Path, model: Any) -> None:
-    """All but its last token was found in the cache after a preemption: that one is computed again."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_sequence_that_missed_a_step_may_have_other_blocks(fails: bool, folder: Path, model: Any) -> None:
+    """All but its last token was found in the cache after a preemption: that one is computed again.
+
+    The step that it missed may have failed.
+    """
     prompt, found = prompts()[1], list[list[int]]()
     for seed in range(3):
         engine = make_engine(folder)
@@ -240,7 +272,11 @@ def test_a_sequence_that_missed_a_step_may_have_other_blocks(folder: Path, model
             engine.commit(step, engine.runner.execute(step), 0.0)
         (part,) = engine.schedule(0.0)[0].parts
         assert len(part.token_ids) == 1
-        engine.runner.execute(StepInput(()))
+        if fails:
+            with pytest.raises(IndexError):
+                engine.runner.execute(StepInput((part._replace(sequence_key=-1, token_ids=(VOCAB_SIZE,)),)))
+        else:
+            engine.runner.execute(StepInput(()))
         for group in engine.runner.caches[0].groups:
             group[:, 20] = float("nan")
         moved = part._replace(block_ids=tuple((table[0], 20) for table in part.block_ids))
@@ -266,6 +302,13 @@ def test_the_last_token_is_computed_once(folder: Path, monkeypatch: pytest.Monke
     assert len(tokens) == 40
 
 
+def test_a_step_keeps_its_keys_and_values_in_the_pages_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(folder)
+    monkeypatch.setattr("transformers.models.diffusion_gemma.modeling_diffusion_gemma.DynamicCache", None)
+    ((tokens,), _) = answers(engine, [spec_of("one", prompts()[3], 20)], steps_between=0)
+    assert len(tokens) == 20
+
+
 @pytest.mark.parametrize(
     ("values", "name"),
     [
@@ -281,6 +324,25 @@ def test_parameters_for_tokens_one_after_another_are_refused(values: dict[str, A
     changed = replace(spec, sampling=replace(spec.sampling, **values))
     with pytest.raises(InvalidRequest, match=f"^{name} needs a model that draws one token after another; this one"):
         _engine_to_ask(folder).add(changed, Purpose.GENERATE, 0.0)
+
+
+def test_what_a_client_has_asked_for_is_named(folder: Path) -> None:
+    """Routers set log probabilities for best_of, and a structure for tool_choice."""
+    spec = spec_of("r", [5, 6], 4)
+    for values, sentence in (
+        ({"logprobs": 0}, r"lengths \(best_of above n asks for them\)$"),
+        (
+            {"structured_outputs": StructuredOutputs(regex="a+"), "ignore_eos": False},
+            "lengths .response_format, and tool_choice other",
+        ),
+    ):
+        changed = replace(spec, sampling=replace(spec.sampling, **values))
+        with pytest.raises(InvalidRequest, match=sentence):
+            _engine_to_ask(folder).add(changed, Purpose.GENERATE, 0.0)
+
+
+def test_why_images_are_refused(folder: Path) -> None:
+    assert _engine_to_ask(folder).runner.images == "the prompts of models that denoise a canvas are read as text alone"
 
 
 @cache

@@ -12,6 +12,7 @@ import tokenizers
 
 from baton.errors import ModelLoadError
 from baton.model_files import require_runnable, unapplied_recommendations
+from baton.sampling import SamplingParams
 from baton.tokenizer_file import end_of_sequence_ids
 from deploy.models.folder import check_folder
 from router.prompt import Tokenizer
@@ -132,6 +133,17 @@ def test_recommendations_for_the_draw_are_defaults(folder: Path) -> None:
     write(folder, generation_config=RECOMMENDED | {"bad_words_ids": [[1], [2, 10**6]]})
     assert Tokenizer.load(folder).default_sampling.bad_word_ids == ((1,),), "what the model has not cannot be said"
     assert unapplied_recommendations(folder) == {}
+
+
+def test_recommendations_for_the_draw_are_no_defaults_of_models_that_denoise(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Workers refuse them, and with them every request."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "diffusion_gemma"}))
+    write(folder, generation_config=RECOMMENDED)
+    assert Tokenizer.load(folder).default_sampling == SamplingParams()
+    assert "recommends temperature 0.7, top_p 0.8, top_k 20, which this version does not apply" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", [{"bad_words_ids": 3}, {"bad_words_ids": [[]]}, {"repetition_penalty": "big"}])

@@ -19,7 +19,7 @@ from engine.core.loop import EngineLoop
 from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
-from engine.core.step_threads import LIMIT_PARTS, ends_within
+from engine.core.step_threads import HUNG, LIMIT_PARTS, ends_within
 from engine.testing import ArithmeticRunner, expected_tokens
 from tests.support.builders import step_costs
 from tests.unit.engine.core.test_engine import make_spec, numbers
@@ -188,7 +188,7 @@ async def test_an_engine_that_is_to_end_sees_its_step_through() -> None:
     assert engine.cancelled()
 
 
-@pytest.mark.parametrize("knows_by", ["its first step", "steps so far"])
+@pytest.mark.parametrize("knows_by", ["its first step", "steps so far", "its canvas"])
 async def test_a_slow_step_of_a_healthy_device_is_waited_for(knows_by: str) -> None:
     """Of a model that takes seconds for a prompt, before and after it has computed one."""
     prompt, limit_s, token_s = numbers(1, 40), 0.1, 1.0
@@ -196,6 +196,8 @@ async def test_a_slow_step_of_a_healthy_device_is_waited_for(knows_by: str) -> N
     loop = loop_of(runner, limit_s=limit_s)
     if knows_by == "its first step":
         runner.token_s = token_s
+    elif knows_by == "its canvas":  # which has more tokens than the prompt
+        runner.token_s, runner.canvas_length = limit_s / HUNG / len(prompt), 1000
     else:
         loop.engine._fit.costs = step_costs(s_per_token=token_s)
 

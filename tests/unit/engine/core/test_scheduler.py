@@ -775,3 +775,15 @@ def test_what_is_answered_already_is_a_part_of_what_was_expected(num_answered: i
     sequence = add(scheduler, 16 + num_answered, num_prompt_tokens=16, num_expected_tokens=32)
     scheduler.schedule(0.0)
     assert len(sequence.block_ids[0]) == num_blocks
+
+
+@pytest.mark.parametrize(
+    ("budget", "length", "expected"),
+    [(2048, 256, 8), (512, 256, 2), (300, 256, 1), (100, 256, 1), (50, 16, 3), (96, 4, 20), (16, 1, 8)],
+)
+def test_as_many_sequences_run_as_a_step_has_room_for_canvases(budget: int, length: int, expected: int) -> None:
+    """Each takes a token and a canvas, and the last one may begin while a token is left."""
+    limits = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=budget, output_reservation=16)
+    found = limits.with_canvases(length)
+    assert (found.max_num_seqs, found.canvas_length, found.max_draft_tokens) == (expected, length, 0)
+    assert (expected - 1) * (length + 1) < budget

@@ -71,6 +71,17 @@ def test_a_canvas_ends_when_it_is_stable_and_sure() -> None:
     assert canvas.result == (1, 3)
 
 
+def test_a_canvas_that_need_not_be_stable_ends_when_it_is_sure() -> None:
+    schedule = Schedule(num_steps=9, entropy_bound=1e6, num_stable=0)
+    canvas = Canvas(key=KEY, token_ids=torch.zeros(2, dtype=torch.int64), num_left=9, is_drawn=True)
+    ends = []
+    for token_ids, sharpness in (([1, 2], 1.0), ([1, 2], 1.0), ([1, 3], 40.0)):
+        canvas = canvas.denoised(logits_of(token_ids, sharpness), schedule)
+        ends.append(canvas.is_finished)
+    assert ends == [False, False, True]
+    assert canvas.result == (1, 3)
+
+
 def test_a_canvas_that_is_not_sure_goes_on_to_its_last_step() -> None:
     schedule = Schedule(num_steps=3, confidence=0.5)
     canvas = Canvas(key=KEY, token_ids=torch.zeros(2, dtype=torch.int64), num_left=3, is_drawn=True)
