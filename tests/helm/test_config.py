@@ -75,6 +75,7 @@ def baton_containers(pod: Pod) -> list[Object]:
         each
         for each in pod.containers
         if any(mount["mountPath"] == "/etc/baton" for mount in each.get("volumeMounts", []))
+        and each["name"] != "settings"  # it copies them
     ]
 
 

@@ -90,7 +90,7 @@ def test_the_only_pod_of_a_kind_has_a_budget_where_that_is_asked_for(name: str) 
     for part in ONES:
         (component,) = COMPONENTS[part]
         spec = the(objects, "PodDisruptionBudget", f"baton-{component}")["spec"]
-        assert spec["minAvailable"] == 1
+        assert (spec["minAvailable"], spec["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
         assert spec["selector"]["matchLabels"].items() <= pod_of(objects, component).labels.items()
     assert {each["metadata"]["name"] for each in of_kind(render(), "PodDisruptionBudget")} == {
         *("baton-router", "baton-prefill", "baton-decode")
@@ -136,7 +136,7 @@ def test_a_part_s_containers_are_in_its_pods_and_its_environment_in_its_own_cont
         assert names[0] != "extra-beside", "KubeRay takes the first one for Ray's"
     for pod in parts(objects, *WITH_ENVIRONMENT):
         for container in pod.containers:
-            ours = not container["name"].startswith("extra-") and not container["name"].endswith("keys")
+            ours = not container["name"].startswith("extra-") and not container["name"].endswith(("keys", "settings"))
             assert container.get("envFrom") == ([{"secretRef": {"name": "own"}}] if ours else None), container["name"]
     assert "envFrom" not in json.dumps(pod_of(objects, "redis").template)
     head = pod_of(render(MATRIX["containers-kuberay"]), "head")

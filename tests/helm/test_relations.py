@@ -184,7 +184,8 @@ def test_budgets_select_every_serving_pod(values: Values) -> None:
         if component == "router" and "router.podDisruptionBudget.enabled=false" in values.sets:
             continue
         (budget,) = (b for b in budgets if selects(b["spec"]["selector"], pod_of(objects, component).labels))
-        whole = set(budget["spec"]) - {"selector"}
+        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+        whole = set(budget["spec"]) - {"selector", "unhealthyPodEvictionPolicy"}
         in_raycluster = pod_of(objects, component).in_raycluster
         # Of a RayCluster's pods, which have no scale subresource, Kubernetes takes nothing but a number that stays.
         assert whole == ({"minAvailable"} if in_raycluster else {"maxUnavailable"})
@@ -424,7 +425,7 @@ def test_commands_are_ones_that_baton_has(values: Values) -> None:
 
 def test_grace_is_what_leaving_may_take() -> None:
     objects = render(MATRIX["gpu-cluster-deployments"])
-    assert pod_of(objects, "router").spec["terminationGracePeriodSeconds"] == 5 + 300 + 10
+    assert pod_of(objects, "router").spec["terminationGracePeriodSeconds"] == 30 + 300 + 10
     pod = pod_of(objects, "decode")
     command = pod.spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     assert int(command[command.index("--timeout") + 1]) == 120 + 900

@@ -81,7 +81,7 @@ def _helm(commands: Commands, verb: str, *sets: str) -> None:
 
 
 def pool(api: RunningApi, role: str) -> Object:
-    return api.store.get(Key(POOLS, NAMESPACE, role))
+    return api.store.get(Key(POOLS, NAMESPACE, f"baton-{role}"))
 
 
 def account(commands: Commands, api: RunningApi, name: str) -> Commands:
@@ -101,7 +101,7 @@ def set_nodes(client: Client, name: str, size: int) -> None:
 
 def test_sizes_outlive_upgrades_and_rollbacks(api: RunningApi, commands: Commands) -> None:
     install(commands)
-    commands.kubectl("scale", "servingpool/decode", "--replicas=7")
+    commands.kubectl("scale", "servingpool/baton-decode", "--replicas=7")
     with client_of(account(commands, api, "baton-controller")) as client:
         set_nodes(client, "baton-decode", 7)
     upgrade(commands, "config.router.max_in_flight=99", "pools.decode.maxReplicas=20", "config.engine.block_size=32")
@@ -117,7 +117,7 @@ def test_sizes_outlive_upgrades_and_rollbacks(api: RunningApi, commands: Command
 
 def test_a_pool_that_was_paused_by_hand_stays_so(api: RunningApi, commands: Commands) -> None:
     install(commands)
-    commands.kubectl("patch", "servingpool", "decode", "--type=merge", '--patch={"spec": {"paused": true}}')
+    commands.kubectl("patch", "servingpool", "baton-decode", "--type=merge", '--patch={"spec": {"paused": true}}')
     upgrade(commands, "pools.decode.maxReplicas=20")
     assert pool(api, "decode")["spec"]["paused"] is True
 
@@ -165,9 +165,9 @@ def test_the_controller_may_do_what_it_does_and_no_more(api: RunningApi, command
     controller = account(commands, api, "baton-controller")
     with client_of(controller) as client:
         for name in ("prefill", "decode"):
-            client.get(ServingPool, name)
-            client.patch(ServingPool, name, {"spec": {"replicas": 2}}, patch_type=PatchType.MERGE)
-            client.patch(ServingPool.Status, name, {"status": {"replicas": 2}}, patch_type=PatchType.MERGE)
+            client.get(ServingPool, f"baton-{name}")
+            client.patch(ServingPool, f"baton-{name}", {"spec": {"replicas": 2}}, patch_type=PatchType.MERGE)
+            client.patch(ServingPool.Status, f"baton-{name}", {"status": {"replicas": 2}}, patch_type=PatchType.MERGE)
             client.get(Deployment, f"baton-{name}")
             set_nodes(client, f"baton-{name}", 2)
             assert pool(api, name)["status"] == {"replicas": 2}
@@ -181,7 +181,7 @@ def test_the_controller_may_do_what_it_does_and_no_more(api: RunningApi, command
         ("get", "secrets"),
         ("get", "deployment", "baton-router"),
         ("patch", "deployment", "baton-decode", "--type=merge", '--patch={"metadata": {"labels": {"a": "b"}}}'),
-        ("delete", "servingpool", "decode"),
+        ("delete", "servingpool", "baton-decode"),
         ("delete", "pod", "baton-decode-0"),
         ("get", "nodes"),
     ):
@@ -210,4 +210,4 @@ def test_kubernetes_refuses_a_pool_that_cannot_be(commands: Commands) -> None:
     install(commands)
     for wrong, why in REFUSED_POOLS.items():
         with pytest.raises(CommandFailed, match=why):
-            commands.kubectl("patch", "servingpool", "decode", "--type=merge", f'--patch={{"spec": {wrong}}}')
+            commands.kubectl("patch", "servingpool", "baton-decode", "--type=merge", f'--patch={{"spec": {wrong}}}')

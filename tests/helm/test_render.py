@@ -68,7 +68,7 @@ def test_the_oldest_kubernetes_takes_every_object(name: str) -> None:
 def test_the_schemas_refuse_what_is_wrong() -> None:
     """Of each kind of check one: the tests above would be worth nothing without."""
     objects = render(MATRIX["gpu-cluster-kuberay"])
-    deployment, pool = the(objects, "Deployment", "baton-router"), the(objects, "ServingPool", "decode")
+    deployment, pool = the(objects, "Deployment", "baton-router"), the(objects, "ServingPool", "baton-decode")
     cluster = the(objects, "RayCluster", "baton")
     assert schemas.errors({**deployment, "spec": {**deployment["spec"], "replicas": "2"}}, "1.35")
     assert schemas.errors({**pool, "spec": {**pool["spec"], "sise": 2}}, "1.35")
@@ -100,7 +100,7 @@ def test_every_field_of_serving_pools_that_the_controller_writes_is_defined() ->
         PoolReport(desired=2, num_workers=1, num_ready=1, num_draining=0),
         {},
     )
-    pool = {**the(render(), "ServingPool", "decode"), "status": status}
+    pool = {**the(render(), "ServingPool", "baton-decode"), "status": status}
     assert not schemas.errors(pool, "1.35")
 
 

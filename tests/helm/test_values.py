@@ -57,10 +57,29 @@ CONTRADICTIONS = {
     ),
     "more than most": ("pools.decode.minReplicas=9", "pools.decode.minReplicas (9) exceeds"),
     "a beginning outside": ("pools.prefill.initialReplicas=0", "pools.prefill.initialReplicas (0) is outside"),
-    "pools of one name": ("pools.prefill.name=decode", 'both "decode"'),
+    "pools of one name": ("pools.prefill.name=baton-decode", 'both "baton-decode"'),
     "a rank without a GPU": (
         "worker.gpu.count=2,config.engine.tensor_parallel=4",
         "config.engine.tensor_parallel (4) is not worker.gpu.count (2)",
+    ),
+    "a GPU's model on a CPU": ("config.model.device=cuda", "the prefill pool has no GPUs: set worker.gpu.count"),
+    "a CPU's engine on a GPU": (
+        "worker.gpu.count=1,config.engine.runner=native",
+        "config.engine.runner is native, which computes on CPUs, and the prefill pool has GPUs",
+    ),
+    "ranks without GPUs": (
+        "config.engine.tensor_parallel=4",
+        "engine.tensor_parallel of the prefill pool is 4, and it has no GPUs",
+    ),
+    "RDMA without GPUs": ("worker.rdma.enabled=true", "the prefill pool has RDMA devices and no GPUs"),
+    "passwords of a Redis that is another's": (
+        "redis.enabled=false,redis.external.url=redis://a:1,redis.passwords.existingSecret=b",
+        "redis.passwords.existingSecret is set, but redis.enabled is false",
+    ),
+    "half of what the autoscaler wants": (
+        "config.autoscale.enabled=true,config.autoscale.dry_run=true,config.autoscale.max_workers=8,"
+        "pools.decode.keda.enabled=true,pools.decode.keda.serverAddress=http://a,pools.decode.keda.threshold=2.0",
+        "pools.decode.keda.threshold is 2.0, and the default query counts workers",
     ),
     "unequal workers": ("pools.decode.gpu.count=1", "differ: a worker of either pool"),
     "a pool's own pods where they are shared": (

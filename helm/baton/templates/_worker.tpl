@@ -36,7 +36,7 @@ spec:
         "root" $root) | nindent 4 }}
   containers:
     - name: worker
-      image: {{ include "baton.image" (list $root.Values.image.worker $root) }}
+      image: {{ include "baton.image" (list $root.Values.image.worker $root) | quote }}
       imagePullPolicy: {{ $root.Values.image.worker.pullPolicy }}
       command:
         {{- include "baton.nodeProcess" $root | nindent 8 }}
