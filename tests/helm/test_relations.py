@@ -119,6 +119,7 @@ def test_service_accounts_roles_and_tokens_belong_together(values: Values) -> No
     objects = render(values)
     users = {pod.spec["serviceAccountName"]: pod for pod in pods(objects)}
     assert set(users) <= names(objects, "ServiceAccount") | foreign(values)
+    users |= {job.spec["serviceAccountName"]: job for job in jobs(objects)}
     bound = set()
     for binding in of_kind(objects, "RoleBinding"):
         bound.add(binding["roleRef"]["name"])
@@ -130,7 +131,7 @@ def test_service_accounts_roles_and_tokens_belong_together(values: Values) -> No
     assert with_token == {"controller", *(["head"] if of_kind(objects, "RayCluster") else [])}
     for job in jobs(objects):
         may_ask = job.spec["automountServiceAccountToken"]
-        assert may_ask == (job.component == "crds")
+        assert may_ask == (job.component in ("crds", "secrets"))
         assert job.spec["serviceAccountName"] in (names(objects, "ServiceAccount") if may_ask else {"default"})
 
 
@@ -148,7 +149,7 @@ def test_the_role_names_what_is_there_and_asks_for_nothing_of_the_cluster_s(valu
                 "verbs": ["patch"],
             }
         ]
-    kinds = {"servingpools": "ServingPool", "deployments": "Deployment"}
+    kinds = {"servingpools": "ServingPool", "deployments": "Deployment", "secrets": "Secret"}
     for role in of_kind(objects, "Role"):
         for rule in role["rules"]:
             assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]

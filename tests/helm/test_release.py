@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from lightkube.types import PatchType
 
 from tests.fakekube.apiserver import RunningApi, running_api
 from tests.fakekube.store import Key, Object, Resource
-from tests.helm.chart import CHART, MAJORS, MATRIX, NAMESPACE
+from tests.helm.chart import CHART, MAJORS, MATRIX, NAMESPACE, Values, jobs, of_kind, render
 from tests.kube.commands import CommandFailed, Commands
 
 pytestmark = pytest.mark.integration
@@ -76,8 +79,8 @@ def upgrade(commands: Commands, *sets: str) -> None:
 def _helm(commands: Commands, verb: str, *sets: str) -> None:
     more = ["--create-namespace"] if verb == "install" else []
     # Nothing runs pods here, so that no hook would end.
-    flags = [flag for item in ("crds.upgrade=false", *sets) for flag in ("--set", item)]
-    commands.helm(verb, "baton", CHART, "--namespace", NAMESPACE, *more, *flags)
+    flags = [flag for item in sets for flag in ("--set", item)]
+    commands.helm(verb, "baton", CHART, "--namespace", NAMESPACE, "--no-hooks", *more, *flags)
 
 
 def pool(api: RunningApi, role: str) -> Object:
@@ -122,12 +125,42 @@ def test_a_pool_that_was_paused_by_hand_stays_so(api: RunningApi, commands: Comm
     assert pool(api, "decode")["spec"]["paused"] is True
 
 
-def test_secrets_are_drawn_once(api: RunningApi, commands: Commands) -> None:
-    install(commands)
-    names = ("baton-router", "baton-ray", "baton-redis", "baton-ray-store", "baton-cluster")
+def test_secrets_are_created_once_by_what_may_do_no_more(api: RunningApi, commands: Commands, tmp_path: Path) -> None:
+    """The hook's command with its account, before the installation and an upgrade. Uninstalling leaves them."""
+    objects = render(Values(sets=("crds.upgrade=false",)), commands.helm_major)
+    (job,) = jobs(objects)
+    account_of_hook = job.spec["serviceAccountName"]
+    hook = [each for each in objects if each["metadata"]["name"] == account_of_hook and each["kind"] != "Job"]
+    commands.kubectl("create", "namespace", NAMESPACE)
+    commands.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(hook))
+    arguments = [sys.executable, *job.containers[0]["command"][1:]]
+    environ = os.environ | {"KUBECONFIG": str(account(commands, api, account_of_hook).kubeconfig)}
+
+    def run_hook() -> list[str]:
+        done = subprocess.run(arguments, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    assert [line.rpartition(": ")[2] for line in run_hook()] == ["created."] * 5
+    names = [each["metadata"]["name"] for each in of_kind(objects, "Secret")]
     before = {name: api.store.get(Key(SECRETS, NAMESPACE, name))["data"] for name in names}
+    assert {name: set(data) for name, data in before.items()} == {
+        each["metadata"]["name"]: set(each["data"]) for each in of_kind(objects, "Secret")
+    }
+    install(commands)
+    assert [line.rpartition(": ")[2] for line in run_hook()] == ["kept."] * 5
     upgrade(commands, "router.replicas=3")
+    commands.helm("uninstall", "baton", "--no-hooks", "--namespace", NAMESPACE)
     assert {name: api.store.get(Key(SECRETS, NAMESPACE, name))["data"] for name in names} == before
+    stranger = account(commands, api, account_of_hook)
+    for forbidden in (
+        ("get", "secret", "another"),
+        ("get", "secrets"),
+        ("delete", "secret", names[0]),
+        ("get", "pods"),
+    ):
+        with pytest.raises(CommandFailed, match="orbidden"):
+            stranger.kubectl(*forbidden)
 
 
 def test_a_rayclusters_live_sizes_are_kept(api: RunningApi, commands: Commands) -> None:
@@ -152,7 +185,7 @@ def test_uninstalling_leaves_the_definition_of_serving_pools_alone(api: RunningA
     install(commands, *MATRIX["a-claim"].sets, *MATRIX["ingress"].sets, *MATRIX["router-hpa"].sets)
     before = {key for key in api.store.keys() if key.namespace == NAMESPACE}  # noqa: SIM118
     assert len(before) > 20
-    commands.helm("uninstall", "baton", "--namespace", NAMESPACE)
+    commands.helm("uninstall", "baton", "--no-hooks", "--namespace", NAMESPACE)
     left = {key.name for key in api.store.keys() if NAMESPACE in (key.namespace, key.name)}  # noqa: SIM118
     assert left <= {NAMESPACE, "default", "kube-root-ca.crt", "baton-models"}
     assert "baton-models" in left, "what was downloaded stays"

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 
 from tests.helm import schemas
-from tests.helm.chart import CHART, MAJORS, MATRIX, Object, Values, every_values, helm, of_kind, pods, render, the
+from tests.helm.chart import (
+    CHART,
+    MAJORS,
+    MATRIX,
+    Object,
+    Values,
+    every_values,
+    helm,
+    of_kind,
+    pods,
+    render,
+    template,
+    the,
+)
 
 OLDEST = "1.27"
 """It has no sidecars, so it gets other objects."""
@@ -32,6 +47,27 @@ def test_every_values_file_is_in_the_matrix() -> None:
 @pytest.mark.chaos
 def test_both_majors_make_the_same(values: Values) -> None:
     assert _without_drawn_secrets(render(values, 3)) == _without_drawn_secrets(render(values, 4))
+
+
+@pytest.mark.parametrize("major", MAJORS)
+@pytest.mark.parametrize("name", ["defaults", "everything-kuberay", "monitoring", "tls"])
+def test_two_renderings_are_equal(major: int, name: str) -> None:
+    """Else Argo CD, which renders again at every sync, would change what runs."""
+    one, other = (template(major, MATRIX[name]) for _ in range(2))
+    assert one.returncode == 0, one.stderr
+    assert one.stdout == other.stdout
+
+
+def test_no_template_draws_lots_or_looks_secrets_up() -> None:
+    """A RayCluster's live sizes are the one thing that is looked up: helm would set them back."""
+    drawing = re.compile(r"\b(rand[A-Z]\w+|gen[A-Z]\w+|uuidv4|now|htpasswd)\b")
+    code = {
+        path.name: re.sub(r"/\*.*?\*/|\"[^\"\n]*\"", "", path.read_text(), flags=re.DOTALL)
+        for path in (CHART / "templates").rglob("*.*")
+    }
+    actions = {name: " ".join(re.findall(r"\{\{(.*?)\}\}", text, re.DOTALL)) for name, text in code.items()}
+    assert not [name for name, text in actions.items() if drawing.search(text)]
+    assert [name for name, text in actions.items() if "lookup " in text] == ["raycluster.yaml"]
 
 
 def _without_drawn_secrets(objects: tuple[Object, ...]) -> dict[tuple[str, str], Object]:

@@ -225,7 +225,7 @@ karpenter.sh/do-not-disrupt: "true"
 {{/* Upgrades with --reuse-values have the values of the chart before, without what is new in this one. Every template asks
      for the name first, so this sentence comes before what a missing value would say. */}}
 {{- define "baton.validateAge" -}}
-{{- if not (hasKey .Values "crds") }}
+{{- if not (and (hasKey .Values "crds") (hasKey .Values "secrets")) }}
 {{- fail "these values are those of an older chart, and lack what is new in this one: upgrade with --reset-then-reuse-values in place of --reuse-values, or with --values" }}
 {{- end }}
 {{- end }}
