@@ -343,6 +343,8 @@ class ControllerInfo:
 class PoolStatus:
     desired: int
     ready: int
+    engine: tuple[str, ...] = ()
+    """Settings of its workers' engine that differ from the other pool's, such as tensor_parallel=2."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from baton import garbage
 from baton.addresses import address_of
 from baton.api import ModelCard
 from baton.blocks import content_id
-from baton.cluster import VERSION, RouterInfo, ServedModel
+from baton.cluster import VERSION, Role, RouterInfo, ServedModel
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
@@ -265,7 +265,7 @@ def _load_model(config: Config) -> LoadedModel:
             max_model_len=max_model_len,
             created=int(time.time()),
             weights=config.model.weights,
-            kv_dtype=config.engine.kv_dtype,
+            kv_dtype=config.engine_of(Role.DECODE).kv_dtype,
         ),
         tokenizer=tokenizer,
         format=AnswerFormat.load(tokenizer),
@@ -316,6 +316,7 @@ def _registry(
         dependencies=store.dependencies,
         poll_s=config.index.poll_s,
         lease_s=config.index.lease_s,
+        engines={role: config.differing_settings(role) for role in Role},
     )
 
 

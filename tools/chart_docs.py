@@ -35,13 +35,13 @@ SET_BY_CHART = {
     "router": {"id", "cache_secret", "max_connection_age_s", "tenants_file", "tls_client_certificates"},
     "cluster": {
         *("advertise_host", "cache_dir", "controller_host", "controller_port", "decode", "gpus_per_worker"),
-        *("grpc_port", "host", "http_port", "name", "prefill", "ray_address", "ray_node_ip", "routers", "secret"),
-        "state_file",
+        *("grpc_port", "host", "http_port", "max_surge", "max_unavailable", "name", "prefill", "ray_address"),
+        *("ray_node_ip", "routers", "secret", "state_file"),
     },
     "telemetry": {"host", "port"},
 }
 """Settings that are not the user's: the chart knows them."""
-CHART_SECTIONS = {"kubernetes"}
+CHART_SECTIONS = {"kubernetes", "pools"}
 UNLISTED = {field.name for field in fields(Config) if not is_listed(Config, field.name)}
 """Sections that the chart takes and its README does not name."""
 ONE_VALUE = {"resources"}

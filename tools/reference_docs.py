@@ -42,10 +42,18 @@ def settings_tables() -> str:
             continue
         section = schema["$defs"][value["$ref"].removeprefix("#/$defs/")]
         lines += [f"## {name}", "", one_line(section["description"]), "", "| Setting | Default | |", "|---|---|---|"]
-        for key, field in section["properties"].items():
-            lines.append(_setting(f"{name}.{key}", field, defaults[name].get(key)))
-        lines.append("")
+        lines += [*_settings(name, section, schema["$defs"], defaults[name]), ""]
     return "\n".join(lines)
+
+
+def _settings(name: str, section: dict[str, Any], definitions: dict[str, Any], defaults: Any) -> Iterator[str]:
+    """The rows of a section, and of the sections in it."""
+    for key, field in section["properties"].items():
+        if "$ref" in field:
+            inner = definitions[field["$ref"].removeprefix("#/$defs/")]
+            yield from _settings(f"{name}.{key}", inner, definitions, defaults[key])
+        else:
+            yield _setting(f"{name}.{key}", field, defaults.get(key))
 
 
 def _setting(name: str, field: dict[str, Any], default: Any) -> str:

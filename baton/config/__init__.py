@@ -10,6 +10,7 @@ environment. `section.field` in YAML is `BATON_SECTION_FIELD` in the environment
 BATON_API_KEY for --api-key, and BATON_TLS, BATON_CA, BATON_CERTIFICATE and BATON_KEY for the options of those names.
 
 engine      model, engine
+pools       pools: what differs between the pools
 transfer    transfer
 serving     index, router and its SLO classes
 cluster     cluster, kubernetes, autoscale
@@ -25,6 +26,7 @@ from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfi
 from baton.config.engine import OWN_SETTINGS, EngineConfig, EveryEngineConfig, GibOrAuto, ModelConfig
 from baton.config.load import REDIS_URL, SHORT_NAMES, Config, child_environment, load, process_config
 from baton.config.origins import DEFAULT, SettingOrigin, origins
+from baton.config.pools import POOL_SETTINGS, PoolConfig, PoolsConfig
 from baton.config.secrets import HIDDEN, password_of, why_unreadable, with_password, without_password
 from baton.config.section import MAX_TIMEOUT_S
 from baton.config.serving import DEFAULT_CLASS, IndexConfig, RouterConfig, SloClassConfig
@@ -38,6 +40,7 @@ __all__ = [
     "HIDDEN",
     "MAX_TIMEOUT_S",
     "OWN_SETTINGS",
+    "POOL_SETTINGS",
     "REDIS_URL",
     "SHORT_NAMES",
     "AutoscaleConfig",
@@ -50,6 +53,8 @@ __all__ = [
     "IndexConfig",
     "KubernetesConfig",
     "ModelConfig",
+    "PoolConfig",
+    "PoolsConfig",
     "RouterConfig",
     "SettingOrigin",
     "SloClassConfig",

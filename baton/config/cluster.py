@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, TypeAlias
 
 from pydantic import Field
@@ -23,6 +24,10 @@ from baton.config.section import (
 from baton.errors import ConfigError
 
 Duration: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER, Must.be("more than 0")]
+NumOrPercent: TypeAlias = Annotated[
+    str, Field(pattern=r"^([0-9]{1,4}|100%|[0-9]{1,2}%)$"), Must.be("a number of workers, or a percentage up to 100%")
+]
+"""Number of a pool's workers, such as 2, or percentage of the pool, such as 25%."""
 
 
 @section("cluster")
@@ -91,10 +96,59 @@ class ClusterConfig:
     """Time that a worker has to migrate its requests before it leaves. Requests that remain after it are recomputed on
     other workers."""
     start_timeout_s: Wait = 180.0
-    """Timeout for the initial start of the whole cluster and for each later start of a worker, measured from when a
-    node has room for the worker."""
+    """Timeout for each start of a worker, measured from when its node lets it load the model. `baton up` waits this
+    long for the whole cluster, or a multiple of it if not all workers may start at a time (`starting_per_node`)."""
     stop_timeout_s: Wait = 20.0
     """Time that each process has to stop before it is killed."""
+    starting: NotNegative = 0
+    """Maximum number of workers that start at a time, in both pools together. Workers that wait for room on a node, or
+    for `starting_per_node`, do not count. 0: half of the desired workers, at least 4."""
+    starting_per_node: AtLeastOne = 2
+    """Maximum number of workers that start at a time on one Ray node, because they share its disk, its network and its
+    processors. The others wait on the node; `start_timeout_s` does not include that wait."""
+    max_surge: NumOrPercent = "25%"
+    """Maximum number of additional workers of a pool during a roll-out of a new version: a number, or a percentage of
+    the pool, rounded up. They start only in free room on nodes of the new version."""
+    max_unavailable: NumOrPercent = "25%"
+    """Maximum number of a pool's desired workers that may be missing because they were replaced or drained: a number,
+    or a percentage of the pool, rounded down, but at least 1. 0: a worker leaves only when its replacement serves."""
+
+    def __post_init__(self) -> None:
+        if not (self.num_surge(1) or self.num_unavailable(1)):
+            raise ConfigError(
+                "cluster.max_surge and cluster.max_unavailable are both 0, so that no worker could be replaced; set "
+                "cluster.max_unavailable to 1"
+            )
+
+    def num_starting(self, num_workers: int) -> int:
+        """Return how many workers may start at a time, if the pools have `num_workers` workers together."""
+        return self.starting or max(LEAST_STARTING, math.ceil(num_workers / 2))
+
+    @property
+    def whole_start_timeout_s(self) -> float:
+        """Timeout of `baton up` for the start of all workers: they start in groups, one after the other."""
+        num_workers = self.prefill + self.decode
+        at_once = self.num_starting(num_workers)
+        if not self.ray_address:  # they are all on one node
+            at_once = min(at_once, self.starting_per_node)
+        return self.start_timeout_s * max(math.ceil(num_workers / at_once), 1)
+
+    def num_surge(self, num_workers: int) -> int:
+        """Return how many additional workers a pool of that size may have during a roll-out."""
+        return math.ceil(_part(self.max_surge, num_workers))
+
+    def num_unavailable(self, num_workers: int) -> int:
+        """Return how many workers of a pool of that size may be missing while they are replaced."""
+        return max(int(_part(self.max_unavailable, num_workers)), int(self.max_unavailable.strip("0") not in ("", "%")))
+
+
+LEAST_STARTING = 4
+"""Workers that may start at a time in small clusters, unless `cluster.starting` is set."""
+
+
+def _part(given: str, num_workers: int) -> float:
+    """Return the number of workers that a number or percentage stands for."""
+    return int(given[:-1]) * num_workers / 100 if given.endswith("%") else float(given)
 
 
 @section("kubernetes")

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 
+from baton.cluster import Role
 from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfig
 from baton.config.engine import EngineConfig, ModelConfig
+from baton.config.pools import POOL_SETTINGS, PoolsConfig
 from baton.config.secrets import why_unreadable, without_password
 from baton.config.section import UNLISTED, build, is_listed, section
 from baton.config.serving import IndexConfig, RouterConfig
@@ -32,6 +34,8 @@ SHORT_NAMES = {
 }
 REDIS_URL = "BATON_INDEX_REDIS_URL"
 HUB_TOKENS = {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
+UNCONVERTED = frozenset({"int8", "fp8"})
+"""Types of KV pages that transfers cannot convert."""
 NOT_SETTINGS = {
     "BATON_ADDRESS",
     "BATON_API_KEY",
@@ -49,6 +53,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    pools: PoolsConfig = field(default_factory=PoolsConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     index: IndexConfig = field(default_factory=IndexConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -59,19 +64,65 @@ class Config:
     testing: Annotated[TestingConfig, UNLISTED] = field(default_factory=TestingConfig)
 
     def __post_init__(self) -> None:
-        ranks, gpus = self.engine.tensor_parallel, self.cluster.gpus_per_worker
+        for pool in Role:
+            self._check(pool)
+        types = {pool: self.engine_of(pool).kv_dtype for pool in Role}
+        if len(set(types.values())) > 1 and not UNCONVERTED.isdisjoint(types.values()):
+            raise ConfigError(
+                f"pages of kv_dtype int8 and fp8 transfer only to pages of the same type, but the prefill pool has "
+                f"{types[Role.PREFILL]} and the decode pool {types[Role.DECODE]}; set both pools to the same type"
+            )
+
+    def _check(self, pool: Role) -> None:
+        """Raise ConfigError if the settings of this pool's workers do not go together."""
+        engine = self.engine_of(pool)
+        ranks, gpus = engine.tensor_parallel, self.gpus_per_worker(pool)
+        ranks_name, gpus_name = self.name_of(pool, "tensor_parallel"), "cluster.gpus_per_worker"
+        if self.pools.of(pool).gpus_per_worker:
+            gpus_name = f"pools.{pool}.gpus_per_worker"
         if ranks > 1 and gpus and gpus != ranks:
             raise ConfigError(
-                f"cluster.gpus_per_worker is {gpus:g} and engine.tensor_parallel {ranks}: each rank has one GPU; "
-                "set cluster.gpus_per_worker to 0"
+                f"{gpus_name} is {gpus:g} and {ranks_name} {ranks}: each rank has one GPU; set {gpus_name} to 0"
             )
         if ranks > 1 and self.testing.arithmetic:
-            raise ConfigError("testing.arithmetic has one rank; set engine.tensor_parallel to 1")
-        if self.engine.kv_dtype in ("int8", "fp8") and self.transfer.wire_dtype != "auto":
+            raise ConfigError(f"testing.arithmetic has one rank; set {ranks_name} to 1")
+        if engine.kv_dtype in UNCONVERTED and self.transfer.wire_dtype != "auto":
             raise ConfigError(
-                f"transfer.wire_dtype is {self.transfer.wire_dtype}, but pages of engine.kv_dtype "
-                f"{self.engine.kv_dtype} cannot be converted; set transfer.wire_dtype to auto"
+                f"transfer.wire_dtype is {self.transfer.wire_dtype}, but pages of {self.name_of(pool, 'kv_dtype')} "
+                f"{engine.kv_dtype} cannot be converted; set transfer.wire_dtype to auto"
             )
+
+    def name_of(self, pool: Role, setting: str) -> str:
+        """Return the name of the setting that holds this value of the pool's engine."""
+        return f"pools.{pool}.engine.{setting}" if setting in self.pools.of(pool).engine else f"engine.{setting}"
+
+    def engine_of(self, pool: Role) -> EngineConfig:
+        """Return the engine of the workers that start in this pool."""
+        return self.pools.of(pool).applied(self.engine, f"pools.{pool}.engine")
+
+    @property
+    def engine_differences(self) -> tuple[str, ...]:
+        """Settings of `engine` that differ between the pools. Workers change their roles only if there are none."""
+        engines = [self.engine_of(pool) for pool in Role]
+        return tuple(name for name in sorted(POOL_SETTINGS) if len({getattr(each, name) for each in engines}) > 1)
+
+    def differing_settings(self, pool: Role) -> tuple[str, ...]:
+        """Return the settings of this pool's engine that differ from the other pool's, such as tensor_parallel=2."""
+        engine = self.engine_of(pool)
+        return tuple(f"{name}={getattr(engine, name)}" for name in self.engine_differences)
+
+    def worker_settings(self, pool: Role) -> str:
+        """Return what a worker of this pool must be started again for if it changes: its engine and its GPUs, as JSON.
+
+        Defaults are left out, so that a release with more settings starts no worker again.
+        """
+        engine = self.engine_of(pool)
+        own = _changed(engine, dataclasses.asdict(engine)), self.gpus_per_worker(pool)
+        return json.dumps(own, sort_keys=True)
+
+    def gpus_per_worker(self, pool: Role) -> float:
+        """Return the configured GPUs of a worker that starts in this pool; 0: none are configured."""
+        return self.pools.of(pool).gpus_per_worker or self.cluster.gpus_per_worker
 
     @property
     def router_ports(self) -> tuple[tuple[str, str, int], ...]:
@@ -93,9 +144,20 @@ class Config:
         """Return the configuration of the controller, without the routers' secret."""
         return dataclasses.replace(self, router=dataclasses.replace(self.router, cache_secret=""))
 
-    def for_workers(self) -> Config:
-        """Return the configuration of the workers. It has no secrets, because Ray passes it on and stores it."""
-        return dataclasses.replace(self, router=RouterConfig(), index=self.index.for_workers())
+    def for_pool(self, pool: Role) -> Config:
+        """Return the configuration of the workers that start in this pool: `engine` and `cluster` hold its settings.
+
+        It has no secrets, because Ray passes it on and stores it.
+        """
+        cluster = dataclasses.replace(self.cluster, gpus_per_worker=self.gpus_per_worker(pool))
+        return dataclasses.replace(
+            self,
+            engine=self.engine_of(pool),
+            pools=PoolsConfig(),
+            cluster=cluster,
+            router=RouterConfig(),
+            index=self.index.for_workers(),
+        )
 
     def to_json(self) -> str:
         """Return the settings that differ from their defaults, as JSON.

@@ -133,7 +133,10 @@ Wait: TypeAlias = Annotated[
 ]
 """Timeout that an operator may have to wait for, in seconds."""
 
-_RULES = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number", "address"}
+_RULES = {
+    *("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number", "address"),
+    "string_pattern_mismatch",
+}
 _UNKNOWN = {"unexpected_keyword_argument", "invalid_key"}
 
 

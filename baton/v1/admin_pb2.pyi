@@ -1062,17 +1062,25 @@ class Pool(_message.Message):
 
     DESIRED_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     desired: _builtins.int
     ready: _builtins.int
+    @_builtins.property
+    def engine(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Settings of its workers' engine that differ from the other pool's, such as tensor_parallel=2. Empty: the pools have
+        equal engines.
+        """
+
     def __init__(
         self,
         *,
         desired: _builtins.int = ...,
         ready: _builtins.int = ...,
+        engine: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "engine", b"engine", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,7 @@ from deploy.controller.reconcile import (
     RetireWorker,
     StartWorker,
     WorkerPhase,
+    is_serving,
     num_serving,
     reconcile,
 )
@@ -64,6 +65,8 @@ TICK_S = 0.5
 """Interval between rounds without events, because waits end and the workers' load changes."""
 ROOM_S = 10.0
 """Time without a node after which a starting worker counts as waiting for room."""
+TURN_S = 1.0
+"""Time without an answer of its node after which a starting worker counts as waiting for its turn."""
 CHECK_RAY_S = 5.0
 STATES = {
     WorkerPhase.DOWN: WorkerState.DEAD,
@@ -127,12 +130,20 @@ class Controller:
         pools = {**self.state.pools, **await self._actors.pools(found - self.state.pools.keys())}
         for worker_id, pool in sorted(pools.items()):
             role = self.state.roles.get(worker_id) or leased.get(worker_id) or pool
-            worker = ManagedWorker(id=worker_id, pool=pool, role=role)
+            settings = self.state.settings.get(worker_id) or self.config.worker_settings(pool)
+            worker = ManagedWorker(id=worker_id, pool=pool, role=role, settings=settings)
             self._lives.workers[worker_id] = worker
             if worker_id in found:
                 self._lives.adopt(worker)
         self._record_workers()
+        self._retire_flipped()
         await self._lives.settled([worker for worker in self._lives.workers.values() if worker.task])
+
+    def _retire_flipped(self) -> None:
+        """Replace workers that have changed their role, if the pools have got different engines since then."""
+        if self.config.engine_differences:
+            flipped = {worker.id for worker in self._lives.workers.values() if worker.role is not worker.pool}
+            self.record(replace(self.state, retiring=self.state.retiring | flipped))
 
     async def run(self) -> None:
         """Keep the pools at their sizes until cancelled.
@@ -243,16 +254,20 @@ class Controller:
         if workers.keys() != self.state.roles.keys():  # one has left
             self._record_workers()
         self._follow_specs()
+        if not self.config.kubernetes.namespace:  # there the pods have the settings' version, and are replaced with it
+            self._replace_changed()
         observed = self.observed()
         if all(num_serving(observed.values(), role) >= self.state.desired[role] for role in Role):
             self._lives.must_start = False
             self._is_whole.set()
         self._log_waits(observed)
         giving_way = GivingWay(in_place=self.config.kubernetes.in_place, room=self._rollout.room)
-        for action in reconcile(self.state.desired, list(observed.values()), time.monotonic(), giving_way):
+        workers_now, cluster = list(observed.values()), self.config.cluster
+        for action in reconcile(self.state.desired, workers_now, time.monotonic(), cluster, giving_way):
             match action:
                 case StartWorker(worker_id, role):
                     worker = workers.setdefault(worker_id, ManagedWorker(id=worker_id, pool=role, role=role))
+                    worker.settings = self.config.worker_settings(worker.pool)
                     self._record_workers()
                     self._lives.start(worker)
                 case RetireWorker(worker_id):
@@ -262,6 +277,20 @@ class Controller:
                 case ForgetWorker(worker_id):
                     del workers[worker_id]
                     self._record_workers()
+
+    def _replace_changed(self) -> None:
+        """Retire workers whose settings have changed since their start, a few of a pool that is whole at a time."""
+        observed = self.observed()
+        for pool in Role:
+            workers = [worker for worker in self._lives.workers.values() if worker.pool is pool]
+            changed = [worker.id for worker in workers if worker.settings != self.config.worker_settings(pool)]
+            ready = [worker_id for worker_id in sorted(changed) if is_serving(observed[worker_id])]
+            is_whole = num_serving(observed.values(), pool) >= self.state.desired[pool]
+            if not ready or not is_whole or any(observed[worker.id].is_retiring for worker in workers):
+                continue
+            retiring = set(ready[: max(self.config.cluster.num_unavailable(self.state.desired[pool]), 1)])
+            logger.info("the settings of the %s pool have changed: %s are replaced", pool, ", ".join(sorted(retiring)))
+            self.record(replace(self.state, retiring=self.state.retiring | retiring))
 
     async def ask_for_role(self, change: RoleChange) -> None:
         """Request a change of role from the worker. Raises the worker's own error, or WorkerFailed."""
@@ -361,6 +390,8 @@ class Controller:
             is_draining=worker.is_draining and is_ready and not is_held,
             is_outdated=is_outdated,
             waits_for_room=is_unplaced and time.monotonic() - worker.since_s > ROOM_S,
+            waits_for_turn=worker.waits_for_turn_since_s is not None
+            and time.monotonic() - worker.waits_for_turn_since_s > TURN_S,
             start_at_s=worker.start_at_s,
             num_neighbours=num_neighbours,
             num_requests=lease.load.running + lease.load.waiting if lease else 0,
@@ -375,11 +406,13 @@ class Controller:
         for worker in self._lives.workers.values():
             if observed[worker.id].waits_for_room and not worker.is_wait_logged:
                 worker.is_wait_logged = True
-                pool, needs = worker.pool, self._actors.needs
+                pool, needs = worker.pool, self._actors.needs(worker.pool)
                 logger.warning("%s waits: no Ray node for %s workers has room for %s", worker, pool, needs)
 
     def _record_workers(self) -> None:
         """Record the current workers in the state file."""
         roles = {worker.id: worker.role for worker in self._lives.workers.values()}
         pools = {worker.id: worker.pool for worker in self._lives.workers.values()}
-        self.record(replace(self.state, roles=roles, pools=pools, retiring=self.state.retiring & roles.keys()))
+        settings = {worker.id: worker.settings for worker in self._lives.workers.values()}
+        retiring = self.state.retiring & roles.keys()
+        self.record(replace(self.state, roles=roles, pools=pools, settings=settings, retiring=retiring))

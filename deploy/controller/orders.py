@@ -99,6 +99,7 @@ class Orders:
         """Move a worker with its cache to the other pool. Returns when done.
 
         Raises:
+            InvalidRequest: the pools have different engines, or there is no such worker or role.
             BatonError: including the worker's own error if it cannot change; it keeps its role.
         """
         controller = self._controller
@@ -108,6 +109,12 @@ class Orders:
         self._refuse_during_a_change_of_role()
         if worker.role is target:
             return controller.worker(worker_id)
+        if differing := controller.config.engine_differences:
+            raise InvalidRequest(
+                f"{worker_id} cannot become a {target} worker: it keeps its engine, and the pools' engines differ in "
+                f"{', '.join(differing)}; change the sizes of both pools with `baton scale` instead",
+                "role",
+            )
         if not is_serving(worker):
             state = "hanging" if worker.is_silent else controller.worker(worker_id).load.state.value
             state = "draining" if worker.is_draining else state

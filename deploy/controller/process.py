@@ -168,11 +168,11 @@ def _workers_config(config: Config, arguments: Arguments) -> Config:
 
 def _room(controller: Controller) -> AskForRoom:
     """Return a function that checks whether more workers fit. All workers of the cluster run on this machine."""
-    per_worker = bytes_per_worker(controller.config)
+    per_worker = {pool: bytes_per_worker(controller.config, pool) for pool in Role}
 
     async def problem(before: Mapping[Role, int], after: Mapping[Role, int]) -> str:
-        num_more = sum(after.values()) - sum(before.values())
-        if num_more <= 0:
+        num_more = {pool: after[pool] - before[pool] for pool in Role}
+        if max(num_more.values()) <= 0:
             return ""
         nodes = await ray_actors.nodes()
         return gpu_problem(nodes, after, controller.state.gpus_per_worker) or memory_problem(per_worker, num_more)
@@ -230,30 +230,40 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
     """
     found = load(arguments.state_file)
     if found is not None and found.cluster == arguments.cluster:
-        ranks = config.engine.tensor_parallel
-        if found.gpus_per_worker and ranks > 1:  # tensor_parallel may have changed
-            return dataclasses.replace(found, gpus_per_worker=float(ranks))
-        return found
+        return dataclasses.replace(found, gpus_per_worker=_still_right(config, found.gpus_per_worker))
     if found is not None and found.cluster and (ended := await ray_actors.end_all(found.cluster)):
         logger.warning("ended %s, left in Ray by a previous cluster", ", ".join(ended))
     if kubernetes:  # its nodes may still join
         sizes = await kubernetes.sizes()
         if reason := sizes_problem(sizes, config):
             raise ConfigError(f"the sizes of the ServingPools are not possible: {reason}")
-        return ControllerState(desired=sizes, cluster=arguments.cluster, gpus_per_worker=config.cluster.gpus_per_worker)
+        shares = {pool: config.gpus_per_worker(pool) for pool in Role}
+        return ControllerState(desired=sizes, cluster=arguments.cluster, gpus_per_worker=shares)
     desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}  # as `up` found them
-    share = await _gpus_per_worker(config, desired, wait_s)
-    return ControllerState(desired=desired, cluster=arguments.cluster, gpus_per_worker=share)
+    shares = await _gpus_per_worker(config, desired, wait_s)
+    return ControllerState(desired=desired, cluster=arguments.cluster, gpus_per_worker=shares)
 
 
-async def _gpus_per_worker(config: Config, desired: Mapping[Role, int], wait_s: float) -> float:
-    """Return the GPUs per worker, once the nodes in Ray have room for all desired workers."""
+def _still_right(config: Config, shares: Mapping[Role, float]) -> dict[Role, float]:
+    """Return the GPUs per worker of a cluster that runs already; only the pools' settings may have changed them."""
+    ranks = {pool: config.engine_of(pool).tensor_parallel for pool in Role}
+    return {
+        pool: config.gpus_per_worker(pool) or (float(ranks[pool]) if ranks[pool] > 1 else min(share, 1.0))
+        if share
+        else share
+        for pool, share in shares.items()
+    }
+
+
+async def _gpus_per_worker(config: Config, desired: Mapping[Role, int], wait_s: float) -> dict[Role, float]:
+    """Return the GPUs per worker of each pool, once the nodes in Ray have room for all desired workers."""
     deadline_s = time.monotonic() + wait_s
     while True:
         nodes = await ray_actors.nodes()
         try:
             if any(node.num_workers for node in nodes):
-                return gpus_per_worker(config, nodes, desired) if config.model.device != "cpu" else 0.0
+                is_on_cpu = config.model.device == "cpu"
+                return dict.fromkeys(Role, 0.0) if is_on_cpu else gpus_per_worker(config, nodes, desired)
             raise ConfigError(
                 f"the Ray cluster has no resource {RESOURCE!r}; start its nodes with `ray start --resources "
                 f"'{{\"{RESOURCE}\": N}}'` for N workers each"

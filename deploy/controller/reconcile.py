@@ -5,25 +5,28 @@
 
 A worker that dies is DOWN, and is restarted under the same id. A worker that must leave is marked as retiring: it no
 longer counts for its pool, and leaves once its replacement is ready. If many workers must leave, they do so gradually:
-at most one of the desired number is missing at any time. A worker that drains without the controller's command must
-leave too; it leaves immediately, because it serves no requests.
+at most `cluster.max_unavailable` of the desired number are missing at any time. A worker that drains without the
+controller's command must leave too; it leaves immediately, because it serves no requests.
 
-During a rollout (`GivingWay.room`), the new version's pod has room for one additional worker: one starts there, and
-once it serves, one on an older pod leaves. If no worker of the new version starts, no old one leaves. If there is no
-room for both (`GivingWay.in_place`), a worker leaves first, and the remaining workers of either pool take over.
+After many deaths, or at the first start, at most `cluster.starting` workers load their models at the same time; each
+node limits its own (`cluster.starting_per_node`, `deploy.ray_pools.actor`).
+
+During a rollout (`GivingWay.room`), the new version's pods have room for additional workers: at most
+`cluster.max_surge` start there, and for each that serves, one on an older pod leaves. If no worker of the new version
+starts, no old one leaves for it. Kubernetes may delete further old pods (`maxUnavailable`), whose workers leave and are
+replaced at the same time. If there is no room for both (`GivingWay.in_place`), a worker leaves first, and the remaining
+workers of either pool take over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
 
 from baton.cluster import Role
-
-MAX_STARTING = 4
-"""Maximum number of concurrent starts: after many deaths, loading all models at once would exhaust the machines."""
+from baton.config import ClusterConfig
 
 
 class WorkerPhase(StrEnum):
@@ -53,6 +56,8 @@ class ObservedWorker:
     """READY, in a pod of an older version."""
     waits_for_room: bool = False
     """STARTING, but no node has had the resources for it for a while, so it uses none."""
+    waits_for_turn: bool = False
+    """STARTING, but its node has not let it load its model for a while, because other workers load theirs."""
     start_at_s: float = 0.0
     """DOWN: the earliest time of its next start."""
     num_neighbours: int = 0
@@ -98,23 +103,29 @@ class GivingWay:
 
     in_place: bool = False
     """A replacement needs the room of the worker that leaves."""
-    room: Collection[Role] = ()
-    """Pools for whose new workers a pod of a newer version has room."""
+    room: Mapping[Role, int] = field(default_factory=dict)
+    """Number of a pool's workers for which pods of a newer version have room. A worker that starts does not use it
+    yet."""
 
 
 Action = StartWorker | RetireWorker | EndWorker | ForgetWorker
 
 
 def reconcile(
-    desired: Mapping[Role, int], workers: Sequence[ObservedWorker], now_s: float, giving_way: GivingWay = GivingWay()
+    desired: Mapping[Role, int],
+    workers: Sequence[ObservedWorker],
+    now_s: float,
+    config: ClusterConfig,
+    giving_way: GivingWay = GivingWay(),
 ) -> list[Action]:
     """Return the actions to take now. A repeated call with the resulting workers returns no action twice.
 
     Args:
         workers: all known workers, in any phase.
         now_s: the time, on the clock of `ObservedWorker.start_at_s`.
+        config: the limits of starts, surge and missing workers.
     """
-    surge = {role: _surge(desired[role], workers, role, giving_way) for role in Role}
+    surge = {role: _surge(desired[role], workers, role, config, giving_way) for role in Role}
     victims = {worker.id for role in Role for worker in _victims(desired[role], workers, role, surge[role])}
     victims |= _strays(workers, giving_way)
     victims |= {worker.id for worker in workers if worker.is_draining and not worker.is_retiring}
@@ -122,11 +133,17 @@ def reconcile(
     actions: list[Action] = [RetireWorker(worker_id) for worker_id in sorted(victims)]
     ready = {role: [w for w in workers if w.role is role and is_serving(w) and w.id not in retiring] for role in Role}
     starting = [w for w in workers if w.phase is WorkerPhase.STARTING and not w.waits_for_room and w.id not in retiring]
+    num_loading = sum(not worker.waits_for_turn for worker in starting)
     wanted = {role: desired[role] + surge[role] for role in Role}
     starts = _starts(wanted, [w for w in workers if w.id not in retiring], {w.id for w in workers}, now_s)
     starts.sort(key=lambda start: bool(ready[start.role]))  # pools without a ready worker first
     coming = {worker.role for worker in starting} | {start.role for start in starts}
-    may_leave = {role: _num_to_spare(desired[role], workers, role, role in coming) for role in Role}
+    may_leave = {
+        role: _num_to_spare(
+            desired[role], workers, role, role in coming, _num_missing_allowed(desired[role], config, giving_way)
+        )
+        for role in Role
+    }
     for worker in workers:
         if worker.id not in retiring or worker.is_held:
             continue
@@ -142,7 +159,7 @@ def reconcile(
             if may_leave[worker.role] > 0:
                 actions.append(EndWorker(worker.id))
             may_leave[worker.role] -= 1
-    return actions + starts[: max(MAX_STARTING - len(starting), 0)]
+    return actions + starts[: max(config.num_starting(sum(desired.values())) - num_loading, 0)]
 
 
 def is_serving(worker: ObservedWorker) -> bool:
@@ -159,8 +176,15 @@ def _takes_requests(worker: ObservedWorker) -> bool:
     return worker.phase is WorkerPhase.READY and not (worker.is_held or worker.is_silent or worker.is_draining)
 
 
-def _num_to_spare(desired: int, workers: Sequence[ObservedWorker], role: Role, is_any_coming: bool) -> int:
-    """Return how many workers that accept requests may leave now: at most one of the `desired` may be missing.
+def _num_missing_allowed(desired: int, config: ClusterConfig, giving_way: GivingWay) -> int:
+    """Return how many of the desired workers may be missing; in place there is no other way to replace a worker."""
+    return max(config.num_unavailable(desired), int(giving_way.in_place))
+
+
+def _num_to_spare(
+    desired: int, workers: Sequence[ObservedWorker], role: Role, is_any_coming: bool, num_missing_allowed: int
+) -> int:
+    """Return how many workers that accept requests may leave now, so that not too many of the `desired` are missing.
 
     If more are missing anyway, and none is starting, they leave one at a time: they may occupy the room that new
     workers wait for.
@@ -168,7 +192,7 @@ def _num_to_spare(desired: int, workers: Sequence[ObservedWorker], role: Role, i
     pool = [worker for worker in workers if worker.role is role]
     num_serving = sum(map(_takes_requests, pool))
     is_any_leaving = any(worker.phase is WorkerPhase.LEAVING for worker in pool)
-    return max(num_serving - desired + 1, int(not is_any_coming and not is_any_leaving))
+    return max(num_serving - desired + num_missing_allowed, int(not is_any_coming and not is_any_leaving))
 
 
 def _victims(desired: int, workers: Sequence[ObservedWorker], role: Role, surge: int) -> list[ObservedWorker]:
@@ -192,11 +216,18 @@ def _victims(desired: int, workers: Sequence[ObservedWorker], role: Role, surge:
     return free[: max(len(members) - desired - min(surge, num_coming), 0)]
 
 
-def _surge(desired: int, workers: Sequence[ObservedWorker], role: Role, giving_way: GivingWay) -> int:
-    """Return the number of additional workers for a newer version's pod: only while the pool is complete."""
+def _surge(
+    desired: int, workers: Sequence[ObservedWorker], role: Role, config: ClusterConfig, giving_way: GivingWay
+) -> int:
+    """Return the number of additional workers for a newer version's pods.
+
+    Workers that the pool lacks need the room of those pods first.
+    """
     serving = [worker for worker in workers if worker.role is role and is_serving(worker)]
-    is_rolling = any(worker.is_outdated and worker.pool is role for worker in serving)
-    return int(is_rolling and not giving_way.in_place and role in giving_way.room and len(serving) >= desired)
+    if giving_way.in_place or not any(worker.is_outdated and worker.pool is role for worker in serving):
+        return 0
+    num_lacking = max(desired - len(serving), 0)
+    return max(min(config.num_surge(desired), giving_way.room.get(role, 0) - num_lacking), 0)
 
 
 def _strays(workers: Sequence[ObservedWorker], giving_way: GivingWay) -> set[str]:

@@ -11,46 +11,48 @@ from baton.memory import GIB, PROCESS_BYTES, available_memory, weights_bytes
 from deploy.ray_pools.gpus import NodeGpus, num_placed
 
 
-def bytes_per_worker(config: Config) -> int:
-    """Return the memory of a worker on CPUs: its weights, processes and KV pools.
+def bytes_per_worker(config: Config, pool: Role) -> int:
+    """Return the memory of a worker of this pool on CPUs: its weights, processes and KV pools.
 
     It is 0 if it is unknown, or on a GPU, whose shares Ray assigns.
     """
-    engine, model = config.engine, config.model
+    engine, model = config.engine_of(pool), config.model
     if config.testing.arithmetic or engine.kv_cache_gib == "auto":
         return 0
     weights = weights_bytes(Path(model.path), "float32" if model.dtype == "auto" else model.dtype)
     return weights + engine.tensor_parallel * (PROCESS_BYTES + int(engine.kv_cache_gib * GIB))
 
 
-def memory_problem(per_worker: int, num_more: int, free: int | None = None) -> str:
+def memory_problem(per_worker: Mapping[Role, int], num_more: Mapping[Role, int], free: int | None = None) -> str:
     """Return the reason why the additional workers do not fit into this machine's memory; empty: they do.
 
     Args:
-        per_worker: bytes per worker.
-        num_more: number of workers to start.
+        per_worker: bytes per worker of each pool; 0: unknown.
+        num_more: number of workers to start in each pool; below 0: workers stop.
         free: free bytes; None: as the system reports them.
     """
-    if per_worker <= 0 or num_more <= 0:
+    needed = sum(per_worker[pool] * num_more[pool] for pool in Role)
+    if needed <= 0 or (total := sum(num_more.values())) <= 0:
         return ""
     free = available_memory() if free is None else free
-    if num_more * per_worker <= free:
+    if needed <= free:
         return ""
     return (
-        f"{num_more} more need {num_more * per_worker / GIB:,.1f} GiB, but only {free / GIB:.1f} GiB are free, enough "
-        f"for {free // per_worker}"
+        f"{total} more need {needed / GIB:,.1f} GiB, but only {free / GIB:.1f} GiB are free, enough "
+        f"for {free * total // needed}"
     )
 
 
-def gpu_problem(nodes: Sequence[NodeGpus], desired: Mapping[Role, int], share: float) -> str:
+def gpu_problem(nodes: Sequence[NodeGpus], desired: Mapping[Role, int], shares: Mapping[Role, float]) -> str:
     """Return the reason why the workers do not fit on the GPUs; empty: they do, or there are no GPUs.
 
     Args:
         nodes: the machine, as Ray describes it.
         desired: number of workers of each pool.
-        share: GPUs per worker; 0: none.
+        shares: GPUs per worker of each pool; 0: none.
     """
     num_workers = sum(desired.values())
-    if not share or (num_fitting := num_placed(nodes, desired, share)) >= num_workers:
+    if not all(shares.values()) or (num_fitting := num_placed(nodes, desired, shares)) >= num_workers:
         return ""
-    return f"the GPUs here suffice for {num_fitting} of {num_workers} workers with {share:g} GPUs each"
+    each = " or ".join(dict.fromkeys(f"{share:g}" for share in shares.values()))
+    return f"the GPUs here suffice for {num_fitting} of {num_workers} workers with {each} GPUs each"

@@ -9,6 +9,7 @@ import os
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from baton.cluster import MAX_WORKERS, Role
 from baton.config import Config
@@ -35,11 +36,14 @@ class ControllerState:
     """Role of every worker that was started and has not left."""
     pools: Mapping[str, Role] = field(default_factory=dict)
     """Pool in which each worker was started. It runs on a node for that pool, independent of its current role."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Settings with which each worker was started (`Config.worker_settings`). Missing: a file of an earlier version."""
     retiring: frozenset[str] = frozenset()
     """Workers that must leave."""
     role_change: RoleChange | None = None
-    gpus_per_worker: float = 0.0
-    """GPUs per worker, constant for the life of a cluster: a replacement gets the GPUs of the worker that left."""
+    gpus_per_worker: Mapping[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))
+    """GPUs per worker of each pool, constant for the life of a cluster: a replacement gets the GPUs of the worker that
+    left."""
 
     def is_changing_role(self, worker_id: str) -> bool:
         return self.role_change is not None and self.role_change.worker_id == worker_id
@@ -94,9 +98,10 @@ def load(path: Path) -> ControllerState | None:
             cluster=str(values["cluster"]),
             roles=_by_worker(values["workers"]),
             pools=_by_worker(values.get("pools", {})),  # a file of an earlier version has none
+            settings={str(worker_id): str(text) for worker_id, text in values.get("settings", {}).items()},
             retiring=frozenset(values["retiring"]),
             role_change=RoleChange(flip["worker"], Role(flip["role"])) if flip else None,
-            gpus_per_worker=float(values["gpus_per_worker"]),
+            gpus_per_worker=_gpus(values["gpus_per_worker"]),
         )
     except FileNotFoundError:
         return None
@@ -106,6 +111,11 @@ def load(path: Path) -> ControllerState | None:
 
 def _by_worker(values: Mapping[str, str]) -> dict[str, Role]:
     return {str(worker_id): Role(role) for worker_id, role in values.items()}
+
+
+def _gpus(value: Any) -> dict[Role, float]:
+    """Return the GPUs per worker of each pool; an earlier version had one number for both."""
+    return {role: float(value[role.value] if isinstance(value, dict) else value) for role in Role}
 
 
 def save(path: Path, state: ControllerState) -> None:
@@ -119,11 +129,12 @@ def save(path: Path, state: ControllerState) -> None:
         "cluster": state.cluster,
         "workers": {worker_id: role.value for worker_id, role in state.roles.items()},
         "pools": {worker_id: pool.value for worker_id, pool in state.pools.items()},
+        "settings": dict(state.settings),
         "retiring": sorted(state.retiring),
         "flip": {"worker": state.role_change.worker_id, "role": state.role_change.role.value}
         if state.role_change
         else None,
-        "gpus_per_worker": state.gpus_per_worker,
+        "gpus_per_worker": {role.value: gpus for role, gpus in state.gpus_per_worker.items()},
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

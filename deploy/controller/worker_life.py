@@ -58,11 +58,15 @@ class ManagedWorker:
     pool: Role
     """Pool in which it was started: it runs on a node for that pool, independent of its current role."""
     role: Role
+    settings: str = ""
+    """Settings with which it was started (`Config.worker_settings`)."""
     phase: WorkerPhase = WorkerPhase.DOWN
     is_placed: bool = False
     """STARTING or later: a node runs it."""
     since_s: float = 0.0
     """STARTING, READY: start time of the phase."""
+    waits_for_turn_since_s: float | None = None
+    """STARTING: time since which it waits until its node lets it load its model; None: it does not."""
     is_wait_logged: bool = False
     """STARTING: the wait for room on a node has been logged."""
     leased_s: float = 0.0
@@ -215,7 +219,7 @@ class WorkerLives:
     def _begin(self, worker: ManagedWorker, actor: Coroutine[Any, Any, Any]) -> None:
         worker.phase, worker.is_placed, worker.since_s = WorkerPhase.STARTING, False, time.monotonic()
         worker.is_wait_logged = worker.is_silent = worker.is_given_up = worker.is_draining = False
-        worker.draining_since_s = None
+        worker.draining_since_s = worker.waits_for_turn_since_s = None
         worker.actor = asyncio.ensure_future(actor)
         worker.task = self._spawn(self._tend(worker, worker.actor), worker.id)
 
@@ -224,7 +228,9 @@ class WorkerLives:
         try:
             actor = await asyncio.shield(coming)
             await self._actors.placed(actor)
-            worker.is_placed = True
+            worker.is_placed, worker.waits_for_turn_since_s = True, time.monotonic()
+            await self._actors.turn(actor)
+            worker.waits_for_turn_since_s = None
             started = await self._started(worker, actor)
             worker.pid, worker.address, worker.pod = started.pid, started.address, started.pod
             worker.incarnation = started.incarnation

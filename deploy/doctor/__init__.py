@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 
+from baton.cluster import Role
 from baton.config import Config, without_password
 from baton.errors import BatonError, ConfigError
 from baton.tls import member_tls
@@ -76,12 +77,15 @@ def diagnose(
         checks += guarded("model", lambda: machine.model(config, is_needed=True))
         checks += guarded("packages", lambda: machine.packages({"worker"}))
         num_workers = config.kubernetes.workers_per_pod
-        checks += guarded("torch", lambda: machine.torch_build(config, num_workers))
+        pools = [config.for_pool(pool) for pool in Role]  # this node may be of either pool: the smaller need counts
+        ranks = min(pool.engine.tensor_parallel for pool in pools)
+        needed = num_workers * ranks if ranks > 1 else 0
+        checks += guarded("torch", lambda: machine.torch_build(config, needed))
         checks += guarded("transports", lambda: transports.checks(config, environ))
         checks += guarded(
-            "shared memory", lambda: machine.shared_memory(num_workers * machine.ranks_memory_mib(config))
+            "shared memory", lambda: machine.shared_memory(num_workers * min(map(machine.ranks_memory_mib, pools)))
         )
-        checks += machine.memory(num_workers * machine.worker_memory_gib(config))
+        checks += machine.memory(num_workers * min(map(machine.worker_memory_gib, pools)))
     return checks
 
 
@@ -102,21 +106,26 @@ def _laptop(config: Config, address: str, access: Access, environ: Mapping[str, 
     checks: list[Check] = []
     checks += machine.python()
     checks += guarded("packages", lambda: machine.packages({"worker", "local"}))
-    num_workers = config.cluster.prefill + config.cluster.decode
-    checks += guarded("torch", lambda: machine.torch_build(config, num_workers))
+    sizes = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
+    checks += guarded("torch", lambda: machine.torch_build(config, machine.num_gpus_needed(config, sizes)))
     checks += guarded("transports", lambda: transports.checks(config, environ))
     if not config.index.redis_url:
         checks += guarded("embedded redis", machine.embedded_redis)
     checks += guarded("model", lambda: machine.model(config, is_needed=False))
     checks += start.checks(config, bool(running))
     checks += machine.disk(config)
-    checks += guarded("shared memory", lambda: machine.shared_memory(num_workers * machine.ranks_memory_mib(config)))
+    checks += guarded("shared memory", lambda: machine.shared_memory(_shared_mib(config, sizes)))
     if not running:
         if url := config.index.redis_url:
             checks += redis.server(url, _seen(config))
         checks += endpoints.checks(config, environ)
         checks.append(Check("cluster", "ok", f"none runs at {address}", ""))
     return checks + running
+
+
+def _shared_mib(config: Config, sizes: Mapping[Role, int]) -> float:
+    """Return the shared memory of all ranks of pools of these sizes, in MiB."""
+    return sum(sizes[pool] * machine.ranks_memory_mib(config.for_pool(pool)) for pool in Role)
 
 
 def _configured_redis(config: Config) -> Iterator[Check]:

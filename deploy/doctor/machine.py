@@ -10,12 +10,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from baton.cluster import Role
 from baton.config import Config
 from baton.errors import BatonError, ModelLoadError
 from baton.gpus import sign_of_gpu
@@ -78,16 +79,24 @@ def least_driver(cuda: str) -> int:
     return LEAST_DRIVERS.get(cuda.partition(".")[0], 0)
 
 
-def torch_build(config: Config, num_workers: int = 1) -> Iterator[Check]:
-    """Check the build of torch, and that it sees the GPUs that all workers on this machine need."""
+def num_gpus_needed(config: Config, sizes: Mapping[Role, int]) -> int:
+    """Return the GPUs that the ranks of pools of these sizes need. Workers with one rank can share GPUs."""
+    ranks = {pool: config.engine_of(pool).tensor_parallel for pool in Role}
+    return sum(ranks[pool] * sizes[pool] for pool in Role if ranks[pool] > 1)
+
+
+def torch_build(config: Config, needed: int = 0) -> Iterator[Check]:
+    """Check the build of torch, and that it sees the GPUs that all workers on this machine need.
+
+    Args:
+        needed: see `num_gpus_needed`.
+    """
     import torch
 
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Check("torch", "ok", f"{torch.__version__}, {cpus} CPUs")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = names({torch.cuda.get_device_name(number) for number in range(num_gpus)})
-    ranks = config.engine.tensor_parallel
-    needed = ranks * num_workers if ranks > 1 else 0
     found = Gpus(
         num=num_gpus, names=gpus, cuda=torch.version.cuda or "", driver=nvidia_driver(), sign=sign_of_gpu(os.environ)
     )
@@ -229,7 +238,11 @@ def memory(needed_gib: float) -> Iterator[Check]:
 
 
 def worker_memory_gib(config: Config) -> float:
-    """Return the minimum memory of a worker's ranks with the configured KV cache, in GiB."""
+    """Return the minimum memory of a worker's ranks with the configured KV cache, in GiB.
+
+    Args:
+        config: see `Config.for_pool`.
+    """
     asked = config.engine.kv_cache_gib
     return config.engine.tensor_parallel * (PROCESS_BYTES / GIB if asked == "auto" else asked)
 
@@ -248,7 +261,11 @@ def disk(config: Config) -> Iterator[Check]:
 
 
 def ranks_memory_mib(config: Config) -> float:
-    """Return the shared memory of a worker's ranks in MiB: on CPUs the KV caches of all ranks except the first."""
+    """Return the shared memory of a worker's ranks in MiB: on CPUs the KV caches of all ranks except the first.
+
+    Args:
+        config: see `Config.for_pool`.
+    """
     import torch
 
     if config.model.device != "cpu" and torch.cuda.is_available():

@@ -104,7 +104,7 @@ def _settings(config: Config) -> Iterator[Check]:
 
 
 def _memory(config: Config) -> Iterator[Check]:
-    size = preflight.with_kv_size(config).engine.kv_cache_gib
-    pools = "the free memory of its GPU" if size == "auto" else f"{size:.3g} GiB"
+    sizes = preflight.kv_sizes_in_words(preflight.with_kv_size(config))
     num_workers = config.cluster.prefill + config.cluster.decode
-    yield Check("memory", "ok", f"the KV pool of each of {num_workers} workers has {pools}")
+    found = sizes or "the free memory of its GPU for each KV pool"
+    yield Check("memory", "ok", f"{num_workers} workers, {found}")

@@ -14,7 +14,7 @@ import importlib.util
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 
 from baton.cluster import Role
-from baton.config import Config
+from baton.config import Config, GibOrAuto
 from baton.errors import ConfigError
 from baton.gpus import sign_of_gpu
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
@@ -75,8 +75,7 @@ def require_gpus(config: Config) -> None:
     gpus = visible_gpus(os.environ) if _is_here(config) else None
     if gpus is None:
         return
-    ranks = config.engine.tensor_parallel
-    needed = ranks * (config.cluster.prefill + config.cluster.decode) if ranks > 1 else 0
+    needed = machine.num_gpus_needed(config, _sizes(config))
     driver, sign = machine.nvidia_driver(), sign_of_gpu(os.environ)
     found = machine.Gpus(num=len(gpus), names="GPU", cuda=_torch_cuda(), driver=driver, sign=sign)
     check = machine.gpu(config.model.device, needed, found)
@@ -91,16 +90,18 @@ def require_heads(config: Config) -> None:
         ConfigError: the ranks of a worker cannot share the model's heads.
         ModelLoadError: the model's config.json cannot be read.
     """
-    ranks = config.engine.tensor_parallel
-    if ranks == 1:
-        return
-    said = read_json(Path(config.model.path) / "config.json")
-    for name, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "KV heads")):
-        if isinstance(number := said.get(name), int) and number % ranks and _has_divided_heads(said.get("model_type")):
-            raise ConfigError(
-                f"engine.tensor_parallel is {ranks}, which does not divide the {number} {what} of "
-                f"{config.model.served_name}"
-            )
+    for pool in Role:
+        ranks = config.engine_of(pool).tensor_parallel
+        if ranks == 1:
+            continue
+        said = read_json(Path(config.model.path) / "config.json")
+        for name, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "KV heads")):
+            number, kind = said.get(name), said.get("model_type")
+            if isinstance(number, int) and number % ranks and _has_divided_heads(kind):
+                raise ConfigError(
+                    f"{config.name_of(pool, 'tensor_parallel')} is {ranks}, which does not divide the {number} {what} "
+                    f"of {config.model.served_name}"
+                )
 
 
 def _has_divided_heads(kind: Any) -> bool:
@@ -136,34 +137,91 @@ def require_runner(config: Config) -> None:
 def with_kv_size(config: Config) -> Config:
     """Return the configuration with the size of each KV pool, if the workers run on this machine's CPUs.
 
-    All pools get the same size, computed before any worker allocates one. On GPUs each worker computes its own.
+    All KV pools of workers with the same engine get the same size, computed before any worker allocates one. On GPUs
+    each worker computes its own.
 
     Raises:
         ConfigError: pools of the requested size do not fit.
     """
-    engine, model = config.engine, config.model
-    if engine.num_blocks or not _is_here(config):
+    if not _is_here(config):
         return config
-    ranks, workers = engine.tensor_parallel, config.cluster.prefill + config.cluster.decode
-    gpus, drafting = [] if model.device == "cpu" else visible_gpus(os.environ), _drafting_bytes(config)
+    gpus = [] if config.model.device == "cpu" else visible_gpus(os.environ)
     if gpus is None or gpus:
-        if gpus and engine.kv_cache_gib != "auto":
-            kept = "fp8" if model.weights == "fp8" else model.dtype
-            weights = weights_bytes(Path(model.path), kept) // ranks
-            node = NodeGpus(num_gpus=len(gpus), num_workers=workers)
-            desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
-            part = memory_share(gpus_per_worker(config, [node], desired))
-            aside = config.transfer.gpu_bytes(ranks)
-            room = Room(
-                free=int(min(gpus) * part), num_pools=1, needed=weights + drafting, on_gpu=True, set_aside=aside
-            )
-            room.pool_gib(engine.kv_cache_gib)
+        for pool in Role if gpus else ():
+            _require_room_on_gpus(config, pool, gpus or [])
         return config
-    weights = weights_bytes(Path(model.path), "float32" if model.dtype == "auto" else model.dtype) // ranks
-    most = max(workers, config.autoscale.max_workers if config.autoscale.enabled else 0)
+    sizes = {pool: _kv_gib(config, pool) for pool in Role}
+    if all(sizes[pool] == config.engine_of(pool).kv_cache_gib for pool in Role):
+        return config
+    if not config.engine_differences and "kv_cache_gib" not in config.pools.decode.engine:
+        return replace(config, engine=replace(config.engine, kv_cache_gib=sizes[Role.DECODE]))
+    return replace(config, pools=config.pools.with_engine({pool: {"kv_cache_gib": sizes[pool]} for pool in Role}))
+
+
+def kv_sizes_in_words(config: Config) -> str:
+    """Return the sizes of the KV pools for people; empty: each worker computes its own."""
+    sizes = {pool: config.engine_of(pool).kv_cache_gib for pool in Role}
+    if "auto" in sizes.values():
+        return ""
+    if len(set(sizes.values())) == 1:
+        return f"{sizes[Role.DECODE]:.3g} GiB for each KV pool"
+    return " and ".join(f"{size:.3g} GiB for each KV pool of a {pool} worker" for pool, size in sizes.items())
+
+
+def _require_room_on_gpus(config: Config, pool: Role, free: Sequence[int]) -> None:
+    """Raise ConfigError if a KV pool of the configured size does not fit on the GPUs, which have `free` bytes each."""
+    engine, model, sizes = config.engine_of(pool), config.model, _sizes(config)
+    if engine.num_blocks or engine.kv_cache_gib == "auto" or not sizes[pool]:
+        return
+    ranks = engine.tensor_parallel
+    weights = weights_bytes(Path(model.path), "fp8" if model.weights == "fp8" else model.dtype) // ranks
+    node = NodeGpus(num_gpus=len(free), num_workers=sum(sizes.values()))
+    room = Room(
+        free=int(min(free) * memory_share(gpus_per_worker(config, [node], sizes)[pool])),
+        num_pools=1,
+        needed=weights + _drafting_bytes(config, pool),
+        on_gpu=True,
+        set_aside=config.transfer.gpu_bytes(ranks),
+    )
+    room.pool_gib(engine.kv_cache_gib)
+
+
+def _kv_gib(config: Config, pool: Role) -> GibOrAuto:
+    """Return the size of the KV pool of each rank of this pool's workers, in GiB, on this machine's CPUs.
+
+    KV pools that are auto share equally what the weights, the processes and the configured KV pools leave.
+    """
+    engine, sizes = config.engine_of(pool), _sizes(config)
+    if engine.num_blocks or not sizes[pool]:
+        return engine.kv_cache_gib
+    most = max(sum(sizes.values()), config.autoscale.max_workers if config.autoscale.enabled else 0)
+    sizes[pool] += most - sum(sizes.values())
+    needed, others, num_pools = _needed_per_rank(config, pool), SERVICES_BYTES, 0
+    for each in Role:
+        asked, num_ranks = config.engine_of(each).kv_cache_gib, sizes[each] * config.engine_of(each).tensor_parallel
+        if each is pool or asked == engine.kv_cache_gib:
+            num_pools += num_ranks
+            others += num_ranks * (_needed_per_rank(config, each) - needed)
+        else:
+            others += num_ranks * (_needed_per_rank(config, each) + int(0 if asked == "auto" else asked * GIB))
     free = available_memory(engine.memory_share if engine.kv_cache_gib == "auto" else 1.0)
-    room = Room(free=free, num_pools=ranks * most, needed=weights + drafting + PROCESS_BYTES, others=SERVICES_BYTES)
-    return replace(config, engine=replace(engine, kv_cache_gib=room.pool_gib(engine.kv_cache_gib)))
+    room = Room(free=free, num_pools=num_pools, needed=needed, others=others)
+    try:
+        return room.pool_gib(engine.kv_cache_gib)
+    except ConfigError as error:
+        own = config.name_of(pool, "kv_cache_gib")
+        raise ConfigError(str(error).replace("engine.kv_cache_gib", own)) from None
+
+
+def _needed_per_rank(config: Config, pool: Role) -> int:
+    """Return the memory of a rank on a CPU in addition to its KV pool, in bytes."""
+    dtype = config.model.dtype
+    weights = weights_bytes(Path(config.model.path), "float32" if dtype == "auto" else dtype)
+    return weights // config.engine_of(pool).tensor_parallel + _drafting_bytes(config, pool) + PROCESS_BYTES
+
+
+def _sizes(config: Config) -> dict[Role, int]:
+    return {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[int] | None:
@@ -202,9 +260,9 @@ def _is_here(config: Config) -> bool:
     return not config.testing.arithmetic and not config.cluster.ray_address
 
 
-def _drafting_bytes(config: Config) -> int:
-    """Return the bytes of a draft model in each worker: its weights and its KV pool."""
-    engine, dtype = config.engine, config.model.dtype
+def _drafting_bytes(config: Config, pool: Role) -> int:
+    """Return the bytes of a draft model in each worker of the pool: its weights and its KV pool."""
+    engine, dtype = config.engine_of(pool), config.model.dtype
     if not engine.draft_model or engine.speculation == "off":
         return 0
     weights = weights_bytes(Path(engine.draft_model), "float32" if dtype == "auto" else dtype)

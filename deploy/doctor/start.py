@@ -135,14 +135,9 @@ def model_files(config: Config) -> Iterator[Check]:
 
 def memory(config: Config) -> Iterator[Check]:
     """Check the memory of all workers together: weights, processes and KV pools."""
-    sized = preflight.with_kv_size(config).engine.kv_cache_gib
+    sizes = preflight.kv_sizes_in_words(preflight.with_kv_size(config))
     num_workers = config.cluster.prefill + config.cluster.decode
-    found = (
-        f"each of {num_workers} workers computes its own KV pool"
-        if sized == "auto"
-        else f"{sized:.3g} GiB for each KV pool"
-    )
-    yield Check("memory", "ok", found)
+    yield Check("memory", "ok", sizes or f"each of {num_workers} workers computes its own KV pool")
 
 
 LOOKS: tuple[tuple[str, Precondition], ...] = (

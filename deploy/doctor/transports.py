@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from baton.cluster import Role
 from baton.config import Config
 from deploy.doctor.checks import Check, judged, names
 
@@ -28,7 +29,7 @@ def checks(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
     import torch.distributed as dist
 
     may_use_nccl = torch.cuda.is_available() and "nccl" in config.transfer.transports
-    if config.engine.tensor_parallel > 1:
+    if any(config.engine_of(pool).tensor_parallel > 1 for pool in Role):
         is_there = dist.is_available() and dist.is_gloo_available()
         yield judged(
             "gloo",

@@ -3,15 +3,15 @@
 A worker needs room on a node of the pool in which it was started, and keeps it when its role changes. The pools may
 share one Deployment, whose pods have room for several workers of either pool. A Deployment grows if workers without a
 node do not fit on its pods, and shrinks by its pods without workers. Pods with workers have a higher deletion cost
-(controller.kubernetes.io/pod-deletion-cost). While a Deployment rolls out a newer version, it has one pod more than its
-size, and the workers on older pods leave one by one. Pure.
+(controller.kubernetes.io/pod-deletion-cost). While a Deployment rolls out a newer version, it has a few pods more than
+its size (`maxSurge`), and the workers on older pods leave as others serve in their place. Pure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.cluster import Role
 
@@ -64,8 +64,8 @@ class PodRollout:
 
     outdated: frozenset[str] = frozenset()
     """Pods of an older version, which will be removed."""
-    room: frozenset[Role] = frozenset()
-    """Pools with such pods, for which a pod of the current version has room."""
+    room: Mapping[Role, int] = field(default_factory=dict)
+    """For each pool with such pods, the number of workers for which pods of the current version have room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ def pod_rollout(layout: NodeLayout, pods: Sequence[NodePod], on: Iterable[str]) 
     num_on = Counter(on)
     outdated = frozenset(pod.name for pod in pods if not (pod.is_current or pod.is_leaving))
     rolling = {pod.deployment for pod in pods if pod.name in outdated}
-    free = {
-        pod.deployment
-        for pod in pods
-        if pod.is_current and pod.is_running and not pod.is_leaving and num_on[pod.name] < layout.workers_per_pod
-    }
-    return PodRollout(outdated, frozenset(pool for pool in Role if layout.deployments[pool] in rolling & free))
+    free: Counter[str] = Counter()
+    for pod in pods:
+        if pod.is_current and pod.is_running and not pod.is_leaving:
+            free[pod.deployment] += max(layout.workers_per_pod - num_on[pod.name], 0)
+    places = {pool: free[layout.deployments[pool]] for pool in Role if layout.deployments[pool] in rolling}
+    return PodRollout(outdated, {pool: num for pool, num in places.items() if num})

@@ -36,6 +36,7 @@ from baton.tls import member_tls
 from baton.trust import KeyFile, Principal
 from deploy.controller.state import starting_sizes
 from deploy.doctor import start
+from deploy.doctor.preflight import kv_sizes_in_words
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.local.child import Child
 from deploy.local.child_log import log_folder, log_of
@@ -191,8 +192,8 @@ async def _resolved(config: Config, console: Console) -> Config:
 def _sized(config: Config, console: Console) -> Config:
     """Return the configuration with the size of the KV pools, if this process can determine it."""
     sized = start.require_model(config)
-    if sized != config:
-        console.print(f"==> {sized.engine.kv_cache_gib:.3g} GiB for each KV pool", style="dim")
+    if sized != config and kv_sizes_in_words(sized):
+        console.print(f"==> {kv_sizes_in_words(sized)}", style="dim")
     return sized
 
 
@@ -238,7 +239,7 @@ async def _keep_redis(redis: EmbeddedRedis) -> None:
 
 def _not_ready(config: Config) -> ConfigError:
     return ConfigError(
-        f"the cluster was not ready within {config.cluster.start_timeout_s:g} s (cluster.start_timeout_s); the "
+        f"the cluster was not ready within {config.cluster.whole_start_timeout_s:g} s (cluster.start_timeout_s); the "
         f"workers' lines above say why; is Redis at {without_password(config.index.redis_url)} reachable, and has Ray "
         f"room for {config.cluster.prefill} prefill and {config.cluster.decode} decode workers?"
     )
@@ -253,9 +254,9 @@ async def _started(ray: RayCluster, config: Config, keys: KeyFile) -> None:
         keys: keys that verify the members' values in Redis.
 
     Raises:
-        TimeoutError: the start took longer than `cluster.start_timeout_s`.
+        TimeoutError: the start took longer than `ClusterConfig.whole_start_timeout_s`.
     """
-    async with asyncio.timeout(config.cluster.start_timeout_s):
+    async with asyncio.timeout(config.cluster.whole_start_timeout_s):
         await ray.start()
         redis = RedisConnection(config.index.url, tls=member_tls(config.cluster))
         leases = RedisLeases(redis, content_id(config.kv_identity), keys=keys)

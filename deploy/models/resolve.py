@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.cluster import Role
 from baton.config import Config, ModelConfig
 from baton.errors import ModelLoadError
 from baton.spelling import nearest
@@ -107,14 +108,26 @@ def _found(config: Config, model: ResolvedModel, path: Path) -> Config:
 
 
 def _with_draft(config: Config, folder_of: Callable[[ModelConfig], Path]) -> Config:
-    engine = config.engine
-    if not engine.draft_model or engine.speculation == "off":
+    """Return the configuration with the folders of the pools' draft models, which may differ."""
+    folders: dict[str, str] = {}
+    for pool in Role:
+        engine = config.engine_of(pool)
+        if not engine.draft_model or engine.speculation == "off" or engine.draft_model in folders:
+            continue
+        try:
+            folders[engine.draft_model] = str(folder_of(ModelConfig(id=engine.draft_model)))
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{config.name_of(pool, 'draft_model')} {engine.draft_model}: {error}") from error
+    if not folders:
         return config
-    try:
-        path = folder_of(ModelConfig(id=engine.draft_model))
-    except ModelLoadError as error:
-        raise ModelLoadError(f"engine.draft_model {engine.draft_model}: {error}") from error
-    return dataclasses.replace(config, engine=dataclasses.replace(engine, draft_model=str(path)))
+    own = {
+        pool: {"draft_model": folders[named]}
+        for pool in Role
+        if (named := config.pools.of(pool).engine.get("draft_model")) in folders
+    }
+    draft = folders.get(config.engine.draft_model, config.engine.draft_model)
+    engine = dataclasses.replace(config.engine, draft_model=draft)
+    return dataclasses.replace(config, engine=engine, pools=config.pools.with_engine(own))
 
 
 def is_local(name: str) -> bool:

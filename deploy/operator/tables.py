@@ -22,8 +22,8 @@ def print_status(report: dict[str, Any]) -> None:
     for lines in (state_lines, adapter_lines, engine_lines, computing_lines, connection_lines):
         for line in lines(workers):
             out.print(line)
-    for name, pool in report["pools"].items():
-        out.print(f"pool {name}: {pool['ready']} ready of {pool['desired']} desired")
+    for line in pool_lines(report["pools"]):
+        out.print(line)
     for router in report["routers"]:
         out.print(f"router {router['id']}: pid {router['pid']}, grpc {router['grpc']}, http {router['http']}")
     controller = report.get("controller")
@@ -34,6 +34,16 @@ def print_status(report: dict[str, Any]) -> None:
     out.print(f"redis {redis['address']}: {'ok' if redis['ok'] else 'not reachable'}")
     for line in garbage_lines(redis):
         out.print(line)
+
+
+def pool_lines(pools: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return one line per pool: its size and, if the pools' engines differ, the settings that do."""
+    lines = []
+    for name, pool in pools.items():
+        own = pool.get("engine")  # missing in the status of an older release
+        lines.append(f"pool {name}: {pool['ready']} ready of {pool['desired']} desired{'; ' if own else ''}")
+        lines[-1] += ", ".join(own or ())
+    return lines
 
 
 def garbage_lines(redis: dict[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ node         the first process of a container that is a Ray node: workers' outpu
 node_link    an actor's reports to it
 drain_node   stops Ray from placing more work on a node
 ray_import   Ray, imported with the settings that it reads at import
+turns        the turns in which the workers of one node load their models
 """
 
-__all__ = ["actor", "actors", "drain_node", "gpus", "head", "lean_node", "node", "node_link", "ray_import"]
+__all__ = ["actor", "actors", "drain_node", "gpus", "head", "lean_node", "node", "node_link", "ray_import", "turns"]

@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from baton.config import REDIS_URL, Config, child_environment, without_password
 from baton.errors import WorkerFailed
@@ -24,8 +25,10 @@ from baton.tls import member_tls
 from deploy.processes import FENCED, last_line, module_command, tied
 from deploy.ray_pools.gpus import memory_share
 from deploy.ray_pools.node_link import NodeLink, end_in_words
+from deploy.ray_pools.turns import folder_of, wait_for_turn
 from kvstore.transfer.transport.nccl_env import PINNED
 
+logger = logging.getLogger(__name__)
 RESOURCE = "baton_worker"
 """Both roles request the same Ray resource, so that a change of role changes nothing for Ray."""
 SECRET = "BATON_CLUSTER_SECRET"
@@ -36,7 +39,7 @@ different GPUs. With another value, or none, it runs workers of all pools."""
 
 
 class WorkerActor:
-    """Actor of one worker. Its methods run on its own event loop; before `start`, only `pool` may be called.
+    """Actor of one worker. Its methods run on its own event loop; before `start`, only `pool` and `turn` may be called.
 
     Args:
         role: the worker's initial role; it may change.
@@ -59,6 +62,7 @@ class WorkerActor:
         self._ended: asyncio.Task[int] | None = None
         self._node: NodeLink | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._turn: asyncio.Task[BinaryIO] | None = None
 
     def __repr__(self) -> str:
         """Return the name with which Ray prefixes the lines of its log."""
@@ -67,6 +71,19 @@ class WorkerActor:
     async def pool(self) -> str:
         """Return the pool in which the worker was started, independent of its current role."""
         return self._pool
+
+    async def turn(self, limit: int) -> None:
+        """Wait until fewer than `limit` other workers of this node load their models. `start` ends the turn.
+
+        If this node's temporary folder cannot be used, nobody waits.
+        """
+        if self._turn is None and self._started is None:
+            self._turn = asyncio.create_task(wait_for_turn(folder_of(_node_id()), limit))
+        try:
+            if self._turn is not None:
+                await asyncio.shield(self._turn)
+        except OSError as error:
+            logger.warning("%s does not wait for its turn to load its model: %s", self._worker_id, error)
 
     async def start(self) -> dict[str, Any]:
         """Load the model, join the cluster and accept traffic. May be called again.
@@ -80,6 +97,7 @@ class WorkerActor:
         """
         if self._started is None:
             self._started = asyncio.create_task(self._start())
+            self._started.add_done_callback(self._end_turn)
         return await asyncio.shield(self._started)
 
     async def ended(self) -> None:
@@ -98,6 +116,10 @@ class WorkerActor:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
             await asyncio.shield(self._ended)
+
+    def _end_turn(self, _: object) -> None:
+        if self._turn is not None:
+            self._turn.add_done_callback(lambda turn: turn.exception() or turn.result().close())
 
     async def _start(self) -> dict[str, Any]:
         self._node = NodeLink.of(os.environ, self._worker_id)
@@ -189,6 +211,12 @@ def _own_file() -> Path | None:
     """Return the file to which Ray redirects this process's standard error; None: it is no file."""
     file = Path(os.path.realpath(f"/proc/self/fd/{STDERR}"))
     return file if file.is_file() else None
+
+
+def _node_id() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def _node_address() -> str:

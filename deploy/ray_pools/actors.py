@@ -119,26 +119,29 @@ class RayActors:
 
     Args:
         host: host at which workers listen; empty: their Ray node's address.
-        gpus_per_worker: amount of Ray's resource `GPU`.
+        gpus_per_worker: amount of Ray's resource `GPU` for a worker of each pool.
         keys: keys that the workers' keys must match; None: the cluster has no secret.
     """
 
-    def __init__(self, config: Config, host: str, gpus_per_worker: float, keys: KeyFile | None = None) -> None:
-        self._arguments = (host, config.for_workers().to_json())
+    def __init__(
+        self, config: Config, host: str, gpus_per_worker: Mapping[Role, float], keys: KeyFile | None = None
+    ) -> None:
+        self._host = host
+        self._configs = {pool: config.for_pool(pool).to_json() for pool in Role}
+        self._gpus_per_worker = gpus_per_worker
+        self._starting_per_node = config.cluster.starting_per_node
         self._keys = keys
         self._options: dict[str, Any] = {
             "lifetime": "detached",
             "num_cpus": 0,  # an actor that requests an unavailable CPU stays pending forever, without an error
-            "num_gpus": gpus_per_worker,
             "resources": {RESOURCE: 1},
             "scheduling_strategy": "SPREAD",  # otherwise one node has all workers, and they all end with it
             "max_restarts": 0,  # the controller restarts workers, and so knows when they restart
         }
 
-    @property
-    def needs(self) -> dict[str, float]:
-        """Free resources that a node needs for a worker."""
-        gpus = {"GPU": self._options["num_gpus"]} if self._options["num_gpus"] else {}
+    def needs(self, pool: Role) -> dict[str, float]:
+        """Return the free resources that a node needs for a worker of this pool."""
+        gpus = {"GPU": self._gpus_per_worker[pool]} if self._gpus_per_worker[pool] else {}
         return {**self._options["resources"], **gpus}
 
     async def ids(self) -> list[str]:
@@ -190,14 +193,15 @@ class RayActors:
         """
         others = ",".join(other for other in Role if other is not pool)
         nodes = {POOL_LABEL: f"!in({others})"}
-        make = ray.remote(WorkerActor).options(name=worker_id, label_selector=nodes, **self._options).remote
-        host, config_json = self._arguments
+        gpus = self._gpus_per_worker[pool]
+        actor = ray.remote(WorkerActor).options(name=worker_id, label_selector=nodes, num_gpus=gpus, **self._options)
+        make = actor.remote
         deadline_s = time.monotonic() + NAME_TAKEN_S
         try:
             while True:
                 try:  # without a timeout: an actor created after a timeout would be unknown to the controller
                     fingerprint = self._keys.keys.fingerprint if self._keys else ""
-                    arguments = (role.value, worker_id, host, config_json, fingerprint)
+                    arguments = (role.value, worker_id, self._host, self._configs[pool], fingerprint)
                     return await asyncio.to_thread(make, *arguments, pool=pool.value)
                 except ValueError as error:  # the previous actor is not quite gone
                     if time.monotonic() > deadline_s:
@@ -218,6 +222,11 @@ class RayActors:
     async def placed(self, actor: Any) -> None:
         """Wait until a node has the actor. Raises WorkerFailed if it is gone."""
         await _result(actor.__ray_ready__.remote())
+
+    async def turn(self, actor: Any) -> None:
+        """Wait until the actor's node lets its worker load the model. Raises WorkerFailed if the actor is gone."""
+        with contextlib.suppress(AttributeError):  # an actor of an earlier version waits for nobody
+            await _result(actor.turn.remote(self._starting_per_node))
 
     async def start(self, actor: Any) -> Started:
         """Wait until the worker is ready; it may be already. Raises the errors of `WorkerActor.start`."""

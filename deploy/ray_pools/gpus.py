@@ -1,8 +1,9 @@
 """Share of the GPUs that each worker requests from Ray. Pure.
 
-Every worker of a cluster requests the same share: a whole GPU for each of its ranks or, if a worker has one rank and
-there are fewer GPUs than workers, an equal part of one GPU. A part lies on one GPU. So with 3 workers on 2 GPUs it is a
-half, and not two thirds, because no GPU has room for two such parts.
+Every worker of a pool requests the same share: as configured, else a whole GPU for each of its ranks. If workers with
+one rank, whose share is not configured, are more than there are GPUs for, each of them gets an equal part of one GPU. A
+part lies on one GPU. So with 3 workers on 2 GPUs it is a half, and not two thirds, because no GPU has room for two such
+parts.
 """
 
 from __future__ import annotations
@@ -29,37 +30,66 @@ class NodeGpus:
     """Pool to which the node is restricted; None: it is for all pools."""
 
 
-def gpus_per_worker(config: Config, nodes: Sequence[NodeGpus], desired: Mapping[Role, int]) -> float:
-    """Return the GPUs that Ray must assign to each worker; 0: none, because the nodes have none.
+def gpus_per_worker(config: Config, nodes: Sequence[NodeGpus], desired: Mapping[Role, int]) -> dict[Role, float]:
+    """Return the GPUs that Ray must assign to each worker of a pool; 0: none, because the nodes have none.
 
-    A value of `cluster.gpus_per_worker` always applies, because more nodes may join.
+    A configured value always applies, because more nodes may join.
 
     Raises:
         ConfigError: the workers cannot all be placed, or no worker can get the configured GPUs; the message says what
             to change.
     """
-    asked, ranks = config.cluster.gpus_per_worker, config.engine.tensor_parallel
-    if asked > 1 and asked != int(asked):
-        raise ConfigError(f"cluster.gpus_per_worker is {asked:g}: above 1 it must be a whole number")
+    asked = {pool: config.gpus_per_worker(pool) for pool in Role}
+    for share in asked.values():
+        if share > 1 and share != int(share):
+            raise ConfigError(f"gpus_per_worker is {share:g}: above 1 it must be a whole number")
     if not any(node.num_gpus and node.num_workers for node in nodes):
-        return 0.0
-    if asked:
+        return dict.fromkeys(Role, 0.0)
+    if all(asked.values()):
         return asked
     num_workers = sum(desired.values())
-    shares = [float(ranks)] if ranks > 1 else [UNITS // k / UNITS for k in range(1, max(num_workers, 1) + 1)]
-    for share in shares:
-        if num_placed(nodes, desired, share) == num_workers:
-            return share
-    raise ConfigError(_problem(ranks, num_placed(nodes, desired, shares[-1]), num_workers))
+    ranks = {pool: config.engine_of(pool).tensor_parallel for pool in Role}
+    fixed = {pool: asked[pool] or (float(ranks[pool]) if ranks[pool] > 1 else 0.0) for pool in Role}
+    num_sharing = sum(desired[pool] for pool in Role if not fixed[pool])
+    shares = fixed
+    for part in (UNITS // k / UNITS for k in range(1, max(num_sharing, 1) + 1)):
+        shares = {pool: fixed[pool] or part for pool in Role}
+        if num_placed(nodes, desired, shares) == num_workers:
+            return shares
+    raise ConfigError(_problem(config, num_placed(nodes, desired, shares), num_workers))
 
 
-def num_placed(nodes: Sequence[NodeGpus], desired: Mapping[Role, int], share: float) -> int:
-    """Return how many of the desired workers fit on the nodes, if each requests `share` GPUs."""
-    room: dict[Role | None, int] = {None: 0, Role.PREFILL: 0, Role.DECODE: 0}
-    for node in nodes:
-        room[node.pool] += min(node.num_workers, _num_on(node.num_gpus, share))
-    at_home = {role: min(desired[role], room[role]) for role in Role}
-    return sum(at_home.values()) + min(room[None], sum(desired[role] - at_home[role] for role in Role))
+def num_placed(nodes: Sequence[NodeGpus], desired: Mapping[Role, int], shares: Mapping[Role, float]) -> int:
+    """Return how many of the desired workers fit on the nodes, if each requests its pool's share of GPUs.
+
+    Workers with the largest shares are placed first, and on nodes of their own pool before others.
+    """
+    free = [[UNITS] * node.num_gpus for node in nodes]
+    places = [node.num_workers for node in nodes]
+    order = sorted(range(len(nodes)), key=lambda at: nodes[at].pool is None)
+    num = 0
+    for pool in sorted(Role, key=lambda pool: -shares[pool]):
+        left = desired[pool]
+        for at in order:
+            while left and places[at] and nodes[at].pool in (None, pool) and _take(free[at], shares[pool]):
+                left, places[at] = left - 1, places[at] - 1
+        num += desired[pool] - left
+    return num
+
+
+def _take(free: list[int], share: float) -> bool:
+    """Take a share from a node's GPUs, if there is room: whole GPUs, or a part that lies on one of them.
+
+    Args:
+        free: the free units of each GPU, which this changes.
+    """
+    num_gpus, units = max(1, int(share)), UNITS if share >= 1 else max(1, round(share * UNITS))
+    fitting = [at for at, left in enumerate(free) if left >= units][:num_gpus]
+    if len(fitting) < num_gpus:
+        return False
+    for at in fitting:
+        free[at] -= units
+    return True
 
 
 def memory_share(gpus: float) -> float:
@@ -67,22 +97,23 @@ def memory_share(gpus: float) -> float:
     return min(1.0, gpus)
 
 
-def _num_on(num_gpus: int, share: float) -> int:
-    """Return how many workers fit on a node: in Ray, a part of a GPU never spans several GPUs."""
-    if share >= 1:
-        return int(num_gpus // share)
-    return num_gpus * (UNITS // max(1, round(share * UNITS)))
-
-
-def _problem(ranks: int, num_fitting: int, num_workers: int) -> str:
-    if ranks > 1:
+def _problem(config: Config, num_fitting: int, num_workers: int) -> str:
+    ranks = {pool: config.engine_of(pool).tensor_parallel for pool in Role}
+    most = max(ranks.values())
+    if most == 1:
         return (
-            f"each worker needs {ranks} GPUs of one Ray node (engine.tensor_parallel), and the nodes' GPUs suffice for "
-            f"{num_fitting} of {num_workers} workers: add GPUs, or lower engine.tensor_parallel, cluster.prefill or "
-            f"cluster.decode; if more nodes will join, set cluster.gpus_per_worker to {ranks}"
+            f"the Ray nodes with GPUs have room for {num_fitting} of {num_workers} workers, by their resource "
+            "`baton_worker` and their pools (label baton.dev/pool): start those nodes with more of the resource, or "
+            "lower cluster.prefill or cluster.decode; if more nodes will join, set cluster.gpus_per_worker"
         )
+    if len(set(ranks.values())) == 1:
+        needs, more = f"each worker needs {most} GPUs", f"cluster.gpus_per_worker to {most}"
+    else:
+        numbers = {pool: f"{num} GPU{'s' if num > 1 else ''}" for pool, num in ranks.items()}
+        needs = f"each prefill worker needs {numbers[Role.PREFILL]} and each decode worker {numbers[Role.DECODE]}"
+        more = " and ".join(f"pools.{pool}.gpus_per_worker to {ranks[pool]}" for pool in Role)
     return (
-        f"the Ray nodes with GPUs have room for {num_fitting} of {num_workers} workers, by their resource "
-        "`baton_worker` and their pools (label baton.dev/pool): start those nodes with more of the resource, or "
-        "lower cluster.prefill or cluster.decode; if more nodes will join, set cluster.gpus_per_worker"
+        f"{needs} of one Ray node (engine.tensor_parallel), and the nodes' GPUs suffice for {num_fitting} of "
+        f"{num_workers} workers: add GPUs, or lower engine.tensor_parallel, cluster.prefill or cluster.decode; if more "
+        f"nodes will join, set {more}"
     )

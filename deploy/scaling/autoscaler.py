@@ -64,6 +64,7 @@ class Autoscaler:
     ) -> None:
         self._config = config.autoscale
         self._mode = config.router.mode
+        self._may_flip = not config.engine_differences
         self._objective = strictest(config.router)
         self._observe = observe
         self._orders = orders
@@ -91,7 +92,9 @@ class Autoscaler:
         if before is None:
             return None
         measured = measure(before[1], status, now - before[0])
-        decision = decide(measured, self._state, self._config, self._objective, now, mode=self._mode)
+        decision = replace(
+            decide(measured, self._state, self._config, self._objective, now, mode=self._mode), may_flip=self._may_flip
+        )
         self._state = decision.state
         self._on_decided(decision)
         if decision.num_actions:
@@ -108,7 +111,8 @@ class Autoscaler:
             for worker in to_flip(flips, status):
                 give = partial(self._orders.set_role, worker.info.id, flips.role)
                 orders.append((f"{worker.info.id} becomes a {flips.role} worker", give))
-        for role in Role:
+        # A pool that stops workers comes first: those of the other pool may need their room.
+        for role in sorted(Role, key=lambda role: not decision.stops.of(role)):
             if decision.starts.of(role) or decision.stops.of(role):
                 size = decision.sizes.of(role)
                 orders.append((f"{size} {role} workers", partial(self._orders.scale, role, size)))

@@ -141,6 +141,8 @@ class ScalingDecision:
     """Smoothed needs after this window."""
     state: PolicyState
     """The memory for the next decision."""
+    may_flip: bool = True
+    """False: the pools have different engines, so one pool stops workers and the other one starts as many."""
 
     @property
     def scaling(self) -> tuple[PoolScaling, ...]:
@@ -152,6 +154,8 @@ class ScalingDecision:
     def flips(self) -> Flips | None:
         """Changes of role: one pool's surplus workers move to the other pool, at most as many as that pool lacks."""
         more_prefill, more_decode = self._more
+        if not self.may_flip:
+            return None
         if (num := min(more_prefill, -more_decode)) > 0:
             return Flips(num, Role.PREFILL)
         if (num := min(-more_prefill, more_decode)) > 0:

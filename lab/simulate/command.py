@@ -26,7 +26,7 @@ from lab.traces.fit_to_model import plan_for
 from router.placement import Objective
 
 if TYPE_CHECKING:
-    from lab.simulate.costs import Bench
+    from lab.simulate.costs import Bench, CostModel
     from lab.traces.trace import Trace
 
 DEFAULT_BLOCKS = 5000
@@ -101,14 +101,18 @@ def scaling_of(options: SimulateOptions, objective: Objective, mode: str) -> Sca
         raise ConfigError(f"--start-s must be at least 0, got {options.start_s}")
     if options.max_workers is not None:
         config = replace(config, max_workers=options.max_workers)
-    return Scaling(config=config, objective=objective, mode=mode, start_s=options.start_s)
+    may_flip = not options.prefill_profile and options.prefill_blocks is None
+    return Scaling(config=config, objective=objective, mode=mode, may_flip=may_flip, start_s=options.start_s)
 
 
 def scenario_of(options: SimulateOptions) -> Scenario:
     """Return the scenario of the first pools. Raise ConfigError, as `run` does."""
-    if options.profile not in PROFILES:
-        raise ConfigError(f"no profile is called {options.profile!r}; there are {', '.join(PROFILES)}")
-    for name in ("blocks", "ttft_ms", "itl_ms", "snapshot_tokens"):
+    for profile in filter(None, (options.profile, options.prefill_profile)):
+        if profile not in PROFILES:
+            raise ConfigError(f"no profile is called {profile!r}; there are {', '.join(PROFILES)}")
+    if options.costs and options.prefill_profile:
+        raise ConfigError("--costs are measured on workers of both pools; omit --prefill-profile")
+    for name in ("blocks", "prefill_blocks", "ttft_ms", "itl_ms", "snapshot_tokens"):
         if (value := getattr(options, name)) is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be more than 0, got {value}")
     for name, value in (("window", options.window), ("state-tokens", options.state_tokens)):
@@ -122,18 +126,32 @@ def scenario_of(options: SimulateOptions) -> Scenario:
             trace, read_bench(options.costs), options.prefill, options.decode, objective,
             max_output=options.max_output, num_blocks=options.blocks, seed=options.trace.seed,
         )  # fmt: skip
-        return replace(scenario, shape=_with_layers(scenario.shape, scenario.trace, options))
+        scenario = replace(scenario, shape=_with_layers(scenario.shape, scenario.trace, options))
+        return replace(scenario, of_prefill=_of_prefill(options, scenario.shape, scenario.costs))
     num_blocks = options.blocks or DEFAULT_BLOCKS
     trace = plan_for(trace, num_blocks * trace.block_tokens, options.max_output).trace if options.max_output else trace
+    shape = _with_layers(WorkerShape(num_blocks=num_blocks, block_tokens=trace.block_tokens), trace, options)
+    costs = PROFILES[options.profile].with_layers(options.full_share, options.window, options.state_tokens)
     return Scenario(
         trace=trace,
-        shape=_with_layers(WorkerShape(num_blocks=num_blocks, block_tokens=trace.block_tokens), trace, options),
-        costs=PROFILES[options.profile].with_layers(options.full_share, options.window, options.state_tokens),
+        shape=shape,
+        costs=costs,
+        of_prefill=_of_prefill(options, shape, costs),
         prefill=options.prefill,
         decode=options.decode,
         objective=objective,
         seed=options.trace.seed,
     )
+
+
+def _of_prefill(options: SimulateOptions, shape: WorkerShape, costs: CostModel) -> tuple[WorkerShape, CostModel] | None:
+    """Return the shape and the costs of the prefill pool's workers; None: they are as the others."""
+    if not options.prefill_profile and options.prefill_blocks is None:
+        return None
+    if options.prefill_profile:
+        profile = PROFILES[options.prefill_profile]
+        costs = profile.with_layers(options.full_share, options.window, options.state_tokens)
+    return replace(shape, num_blocks=options.prefill_blocks or shape.num_blocks), costs
 
 
 def _with_layers(shape: WorkerShape, trace: Trace, options: SimulateOptions) -> WorkerShape:
@@ -196,8 +214,10 @@ def _document(options: SimulateOptions, scenario: Scenario, ceiling: float, cell
         "max_output": options.max_output,
         "ceiling": ceiling,
         "profile": None if options.costs else options.profile,
+        "prefill_profile": options.prefill_profile or None,
         "costs": scenario.costs.as_dict(),
         "blocks": scenario.shape.num_blocks,
+        "prefill_blocks": options.prefill_blocks,
         "window": options.window,
         "full_share": options.full_share,
         "state_tokens": options.state_tokens,

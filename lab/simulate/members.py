@@ -32,11 +32,24 @@ class SimulatedMember:
 
 
 class Members:
-    """All workers, in order of their index."""
+    """All workers, in order of their index.
 
-    def __init__(self, shape: WorkerShape, costs: CostModel, prefill: int, decode: int) -> None:
-        self._shape = shape
-        self._costs = costs
+    Args:
+        prefill, decode: initial numbers of workers.
+        of_prefill: shape and costs of the workers that start in the prefill pool; None: as of the others.
+    """
+
+    def __init__(
+        self,
+        shape: WorkerShape,
+        costs: CostModel,
+        prefill: int,
+        decode: int,
+        of_prefill: tuple[WorkerShape, CostModel] | None = None,
+    ) -> None:
+        prefill_shape, prefill_costs = of_prefill or (shape, costs)
+        self._shapes = {Role.PREFILL: prefill_shape, Role.DECODE: shape}
+        self._costs = {Role.PREFILL: prefill_costs, Role.DECODE: costs}
         self.all: list[SimulatedMember] = []
         for role, num in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
             for _ in range(num):
@@ -47,7 +60,7 @@ class Members:
 
     def start(self, role: Role, now: float) -> SimulatedMember:
         """Add a worker that is starting; see `is_up`."""
-        worker = SimulatedWorker(len(self.all), self._shape, self._costs_of(role))
+        worker = SimulatedWorker(len(self.all), self._shapes[role], self._costs_of(role))
         self.all.append(SimulatedMember(worker=worker, role=role, state=WorkerState.STARTING, started_s=now))
         return self.all[-1]
 
@@ -110,9 +123,9 @@ class Members:
                     epoch=0,
                     content_id="",
                     wire_compat="",
-                    block_size=self._shape.block_tokens,
-                    max_model_len=self._shape.num_blocks * self._shape.block_tokens,
-                    chunk_tokens=self._shape.max_num_batched_tokens,
+                    block_size=self._shapes[m.role].block_tokens,
+                    max_model_len=self._shapes[m.role].num_blocks * self._shapes[m.role].block_tokens,
+                    chunk_tokens=self._shapes[m.role].max_num_batched_tokens,
                 ),
                 m.worker.load(now, m.state),
             )
@@ -123,4 +136,4 @@ class Members:
         )
 
     def _costs_of(self, role: Role) -> CostModel:
-        return self._costs.of_prefill() if role is Role.PREFILL else self._costs
+        return self._costs[role].of_prefill() if role is Role.PREFILL else self._costs[role]

@@ -33,6 +33,12 @@ class SimulateOptions:
     profile: Annotated[str, typer.Option(help="Model and GPUs of a worker; `list` shows the available ones.")] = (
         "llama-3-70b@8xa100"
     )
+    prefill_profile: Annotated[
+        str, typer.Option(help="Profile of the prefill pool's workers.", show_default="as --profile")
+    ] = ""
+    prefill_blocks: Annotated[
+        int | None, typer.Option(help="KV blocks of each of the prefill pool's workers.", show_default="as --blocks")
+    ] = None
     costs: Annotated[
         Path | None,
         typer.Option(metavar="BENCH.json", help="Measured costs from `baton bench --json`, instead of --profile."),

@@ -36,6 +36,8 @@ class Scenario:
     trace: Trace
     shape: WorkerShape
     costs: CostModel
+    of_prefill: tuple[WorkerShape, CostModel] | None = None
+    """Shape and costs of the prefill pool's workers; None: both pools have `shape` and `costs`."""
     prefill: int
     """Number of prefill workers; 0: an aggregated pool."""
     decode: int
@@ -57,7 +59,8 @@ class Scenario:
             raise ConfigError(
                 f"a pool needs a worker that decodes, got {self.prefill} prefill and {self.decode} decode"
             )
-        room = self.shape.num_blocks * self.shape.block_tokens
+        shapes = [self.shape, *(self.of_prefill[:1] if self.of_prefill and self.prefill else ())]
+        room = min(shape.num_blocks * shape.block_tokens for shape in shapes)
         longest = max(r.num_prompt_tokens + r.num_output_tokens for r in self.trace.requests)
         if longest > room:
             raise ConfigError(f"the trace has a request of {longest} tokens; a worker's blocks hold {room}")
@@ -67,7 +70,7 @@ def run_policy(policy: str, scenario: Scenario) -> Result:
     """Run one policy. Raise ConfigError if it is not one of POLICIES."""
     world = World(
         scenario.trace, _placer(policy, scenario), scenario.shape, scenario.costs,
-        prefill=scenario.prefill, decode=scenario.decode, scaling=scenario.scaling,
+        prefill=scenario.prefill, decode=scenario.decode, of_prefill=scenario.of_prefill, scaling=scenario.scaling,
     )  # fmt: skip
     return result_of(policy, world, world.run(), scenario.objective)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from baton.cluster import ClusterStatus, Role, RouterInfo
@@ -24,6 +24,8 @@ class Scaling:
     config: AutoscaleConfig
     objective: Objective
     mode: str = "auto"
+    may_flip: bool = True
+    """False: the pools have different workers, which do not change their roles."""
     start_s: float = 30.0
     """Time from the order to start a worker until it is ready."""
     restarts_s: tuple[float, ...] = ()
@@ -99,6 +101,7 @@ class Scaler:
             measured = measure(before, status, now - began_s)
             config, objective = self._scaling.config, self._scaling.objective
             decision = decide(measured, self._state, config, objective, now, mode=self._scaling.mode)
+            decision = replace(decision, may_flip=self._scaling.may_flip)
             self._state = decision.state
             if decision.sizes != decision.before:
                 self.decisions.append((now, decision))

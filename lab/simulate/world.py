@@ -47,6 +47,8 @@ class World:
 
     Args:
         prefill, decode: initial numbers of workers. Without prefill workers the pool is aggregated.
+        of_prefill: shape and costs of the prefill pool's workers; None: `shape` and `costs` are both pools'. Workers
+            must not change their roles otherwise (`Scaling.may_flip`).
         scaling: the autoscaler, if there is one.
     """
 
@@ -59,6 +61,7 @@ class World:
         *,
         prefill: int = 0,
         decode: int = 1,
+        of_prefill: tuple[WorkerShape, CostModel] | None = None,
         scaling: Scaling | None = None,
     ) -> None:
         if trace.block_tokens != shape.block_tokens:
@@ -66,7 +69,7 @@ class World:
                 f"the trace has blocks of {trace.block_tokens} tokens, and the workers have blocks of "
                 f"{shape.block_tokens}"
             )
-        self.members = Members(shape, costs, prefill, decode)
+        self.members = Members(shape, costs, prefill, decode, of_prefill)
         self.served: list[Served] = []
         self.now = 0.0
         self._trace = trace

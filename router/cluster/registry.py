@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, RouterInfo, ServedModel, Worker, WorkerState
@@ -37,6 +37,7 @@ class Registry:
         adapters: the registry of LoRA adapters, which is followed too.
         malformed: counts the malformed messages that this router's server has received.
         dependencies: source of the memory of Redis and the certificates in `status`.
+        engines: settings of each pool's engine that differ from the other pool's, for `status`; None: none do.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Registry:
         dependencies: Dependencies,
         poll_s: float,
         lease_s: float,
+        engines: Mapping[Role, tuple[str, ...]] | None = None,
     ) -> None:
         self._leases = leases
         self._pools = pools
@@ -71,6 +73,7 @@ class Registry:
         self._dependencies = dependencies
         self._poll_s = poll_s
         self._lease_s = lease_s
+        self._engines = engines or {}
         self._routers: tuple[RouterInfo, ...] = ()
         self._desired: dict[str, int] = {}
         self._controller: ControllerInfo | None = None
@@ -136,7 +139,12 @@ class Registry:
         workers = self._pools.workers
         ready = _ready(workers)
         return ClusterStatus(
-            pools={role.value: PoolStatus(self._desired.get(role.value, ready[role]), ready[role]) for role in Role},
+            pools={
+                role.value: PoolStatus(
+                    self._desired.get(role.value, ready[role]), ready[role], self._engines.get(role, ())
+                )
+                for role in Role
+            },
             workers=workers,
             routers=self._routers or (self._myself(workers),),
             redis_address=without_password(self._redis.url),

@@ -119,6 +119,10 @@ OPTIONS = SimulateOptions(
     ("changes", "sentence"),
     [
         ({"profile": "abacus"}, "no profile is called 'abacus'; there are llama-3-8b@h200"),
+        ({"prefill_profile": "abacus"}, "no profile is called 'abacus'; there are llama-3-8b@h200"),
+        ({"prefill_blocks": 0}, "--prefill-blocks must be more than 0"),
+        ({"prefill": 1, "prefill_blocks": 10}, "tokens; a worker's blocks hold 5120"),
+        ({"costs": Path("bench.json"), "prefill_profile": "llama-3-8b@h200"}, "measured on workers of both pools"),
         ({"decode": 0}, "a pool needs a worker that decodes, got 0 prefill and 0 decode"),
         ({"blocks": 10}, "tokens; a worker's blocks hold 5120"),
         ({"ttft_ms": 0.0}, "--ttft-ms must be more than 0"),

@@ -3,15 +3,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.cluster import Role
 from baton.config import (
+    POOL_SETTINGS,
     SHORT_NAMES,
+    ClusterConfig,
     Config,
     EngineConfig,
+    PoolConfig,
+    PoolsConfig,
     RouterConfig,
     SloClassConfig,
     TransferConfig,
@@ -74,6 +80,10 @@ def another(name: str, value: Any) -> Any:
             return value + 1
         case str() if name == "faults":
             return "link_drop=0.5"
+        case str() if name in ("max_surge", "max_unavailable"):
+            return "3"
+        case PoolConfig():
+            return PoolConfig(engine={"tensor_parallel": 2}, gpus_per_worker=2)
         case str():
             other = {
                 "full": "off",
@@ -141,6 +151,81 @@ def test_what_is_auto_depends_on_the_device_and_what_is_set_does_not(
     assert config.engine.batch(on_gpu=False) == on_cpu
 
 
+def pools(**by_role: dict[str, Any]) -> PoolsConfig:
+    return PoolsConfig(**{role: PoolConfig(engine=engine) for role, engine in by_role.items()})
+
+
+def test_a_pool_s_engine_is_the_common_one_with_its_own_values() -> None:
+    common = EngineConfig(block_size=32, max_num_seqs=8)
+    config = Config(engine=common, pools=pools(decode={"tensor_parallel": "2", "kv_dtype": "bfloat16"}))
+    assert config.engine_of(Role.PREFILL) == common
+    assert config.engine_of(Role.DECODE) == dataclasses.replace(common, tensor_parallel=2, kv_dtype="bfloat16")
+    assert config.engine_differences == ("kv_dtype", "tensor_parallel")
+    assert Config(pools=pools(prefill={"max_num_seqs": 8}, decode={"max_num_seqs": "8"})).engine_differences == ()
+    assert Config(pools=pools(decode={"plan_ahead": "auto"})).engine_differences == ()
+
+
+def test_workers_get_the_settings_of_their_pool_as_if_there_were_no_other() -> None:
+    """So that those of one pool do not change with the other's."""
+    decode = PoolConfig(engine={"max_num_seqs": 8}, gpus_per_worker=2)
+    config = Config(pools=PoolsConfig(decode=decode), cluster=ClusterConfig(gpus_per_worker=0.5))
+    assert json.loads(config.for_pool(Role.PREFILL).to_json()) == {"cluster": {"gpus_per_worker": 0.5}}
+    assert json.loads(config.for_pool(Role.DECODE).to_json()) == {
+        "engine": {"max_num_seqs": 8},
+        "cluster": {"gpus_per_worker": 2},
+    }
+    more = dataclasses.replace(config, pools=pools(prefill={"num_threads": 2}, decode=decode.engine))
+    assert more.for_pool(Role.DECODE).engine == config.for_pool(Role.DECODE).engine
+    for_one = dataclasses.replace(config, pools=PoolsConfig(prefill=PoolConfig(gpus_per_worker=1)))
+    assert [for_one.gpus_per_worker(pool) for pool in Role] == [1, 0.5]
+
+
+@pytest.mark.parametrize("name", sorted(EngineConfig.__dataclass_fields__.keys() - POOL_SETTINGS))
+def test_what_peers_need_in_common_may_not_differ_between_the_pools(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"pools.prefill.engine.{name} must be the same in both pools; set engine"):
+        Config(pools=pools(prefill={name: 16}))
+
+
+def test_settings_that_may_differ_are_all_in_the_documentation() -> None:
+    (described,) = re.findall(
+        r"These may differ: (.*?)\.", " ".join(Path("baton/config/pools.py").read_text(encoding="utf-8").split())
+    )
+    assert described.split(", ") == sorted(POOL_SETTINGS)
+    assert EngineConfig.__dataclass_fields__.keys() >= POOL_SETTINGS
+
+
+@pytest.mark.parametrize(
+    ("given", "surge", "unavailable"),
+    [("0", 0, 0), ("0%", 0, 0), ("1", 1, 1), ("25%", 16, 16), ("1%", 1, 1), ("100%", 64, 64), ("70", 70, 70)],
+)
+def test_parts_of_a_pool_are_numbers_or_percentages(given: str, surge: int, unavailable: int) -> None:
+    assert ClusterConfig(max_surge=given, max_unavailable="1").num_surge(64) == surge
+    assert ClusterConfig(max_unavailable=given).num_unavailable(64) == unavailable
+
+
+def test_small_pools_replace_one_worker_at_a_time() -> None:
+    config = load(environ={"BATON_CLUSTER_MAX_SURGE": "25%"}).cluster
+    assert [config.num_surge(number) for number in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [config.num_unavailable(number) for number in (0, 1, 4, 8)] == [1, 1, 1, 2]
+    assert [config.num_starting(number) for number in (1, 8, 9, 64)] == [4, 4, 5, 32]
+    assert ClusterConfig(starting=1).num_starting(64) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_groups"),
+    [
+        ({}, 1),
+        ({"prefill": 3, "decode": 4}, 4),
+        ({"prefill": 3, "decode": 4, "starting_per_node": 7}, 2),  # four of seven at a time
+        ({"prefill": 3, "decode": 4, "starting_per_node": 7, "starting": 7}, 1),
+        ({"prefill": 32, "decode": 32, "ray_address": "127.0.0.1:6379"}, 2),
+        ({"prefill": 0, "decode": 0}, 1),
+    ],
+)
+def test_a_start_may_take_its_time_for_each_group_of_workers(settings: dict[str, Any], num_groups: int) -> None:
+    assert ClusterConfig(start_timeout_s=60.0, **settings).whole_start_timeout_s == 60.0 * num_groups
+
+
 def test_items_of_a_list_may_have_spaces_around_them() -> None:
     assert load(environ={"BATON_TRANSFER_TRANSPORTS": "shm, tcp"}).transfer.transports == ("shm", "tcp")
 
@@ -164,6 +249,9 @@ def test_every_setting_can_come_from_the_environment_and_from_a_file(section: st
         text = ",".join(wanted)
     if isinstance(wanted, dict):
         plain = {key: dataclasses.asdict(item) for key, item in wanted.items()}
+        text = json.dumps(plain)
+    if isinstance(wanted, PoolConfig):
+        plain = dataclasses.asdict(wanted)
         text = json.dumps(plain)
     environ = {f"BATON_{section}_{key}".upper(): str(value) for key, value in (others | {name: text}).items()}
     from_environment = load(environ=environ)
@@ -307,6 +395,50 @@ def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str
         (
             "cluster: {stop_timeout_s: .nan}",
             "cluster.stop_timeout_s must be more than 0 seconds, and at most 604800, got nan",
+        ),
+        ("cluster: {max_surge: 101%}", "cluster.max_surge must be a number of workers, or a percentage up to 100%"),
+        ("cluster: {max_surge: -1}", "cluster.max_surge must be a number of workers, or a percentage up to 100%, got"),
+        ("cluster: {max_unavailable: some}", "cluster.max_unavailable must be a number of workers, or a percentage"),
+        ("cluster: {max_surge: 0, max_unavailable: 0%}", "both 0, .* set cluster.max_unavailable to 1"),
+        ("cluster: {starting_per_node: 0}", "cluster.starting_per_node must be at least 1, got 0"),
+        ("cluster: {starting: -1}", "cluster.starting must be at least 0, got -1"),
+        ("pools: {both: {}}", "unknown setting pools.both; known here: decode, prefill"),
+        ("pools: {decode: 5}", "pools.decode must be a section of settings"),
+        ("pools: {decode: {gpus_per_worker: -1}}", "pools.decode.gpus_per_worker must be at least 0, got -1.0"),
+        ("pools: {decode: {engine: 5}}", "pools.decode.engine must be a mapping, got 5"),
+        (
+            "pools: {decode: {engine: {tensor_paralel: 2}}}",
+            r"unknown setting pools.decode.engine.tensor_paralel; did you mean pools.decode.engine.tensor_parallel\?$",
+        ),
+        ("pools: {decode: {engine: {x: 2}}}", "unknown setting pools.decode.engine.x; known here: attention, "),
+        (
+            "pools: {decode: {engine: {tensor_parallel: 0}}}",
+            "pools.decode.engine: engine.tensor_parallel must be at least 1, got 0",
+        ),
+        (
+            "{engine: {max_num_seqs: 9}, pools: {decode: {engine: {max_num_batched_tokens: 8}}}}",
+            r"pools.decode.engine: engine.max_num_batched_tokens \(8\) must be at least engine.max_num_seqs \(9\)",
+        ),
+        (
+            "pools: {decode: {engine: {kv_dtype: int8}}}",
+            "transfer only to pages of the same type, but the prefill pool has auto and the decode pool int8",
+        ),
+        (
+            "{transfer: {wire_dtype: int8}, pools: {prefill: {engine: {kv_dtype: fp8}}}, engine: {kv_dtype: fp8}}",
+            "wire_dtype is int8, but pages of pools.prefill.engine.kv_dtype fp8 cannot be converted",
+        ),
+        (
+            "{pools: {decode: {engine: {tensor_parallel: 2}, gpus_per_worker: 1}}}",
+            "pools.decode.gpus_per_worker is 1 and pools.decode.engine.tensor_parallel 2: .* set "
+            "pools.decode.gpus_per_worker to 0",
+        ),
+        (
+            "{cluster: {gpus_per_worker: 1}, pools: {decode: {engine: {tensor_parallel: 2}}}}",
+            "cluster.gpus_per_worker is 1 and pools.decode.engine.tensor_parallel 2: each rank has one GPU",
+        ),
+        (
+            "{testing: {arithmetic: true}, pools: {prefill: {engine: {tensor_parallel: 2}}}}",
+            "testing.arithmetic has one rank; set pools.prefill.engine.tensor_parallel to 1",
         ),
         ("cluster: {gpus_per_worker: -0.5}", "cluster.gpus_per_worker must be at least 0, got -0.5"),
         (

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton.cluster import Role
 from baton.config import (
     REDIS_URL,
     Config,
@@ -107,8 +108,8 @@ def planted() -> Config:
 
 
 def test_workers_and_the_controller_get_what_they_need_alone() -> None:
-    assert PLANTED not in planted().for_workers().to_json()
-    assert planted().for_workers().index.lease_s == 7.0
+    assert PLANTED not in planted().for_pool(Role.DECODE).to_json()
+    assert planted().for_pool(Role.DECODE).index.lease_s == 7.0
     controllers = planted().for_controller().to_json()
     assert f"{PLANTED}-scopes" not in controllers
     assert Config.from_json(controllers).index == planted().index
@@ -116,7 +117,7 @@ def test_workers_and_the_controller_get_what_they_need_alone() -> None:
 
 
 def test_a_worker_has_redis_password_from_its_nodes_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_CONFIG_JSON", planted().for_workers().to_json())
+    monkeypatch.setenv("BATON_CONFIG_JSON", planted().for_pool(Role.DECODE).to_json())
     for own in (None, "redis://:other@elsewhere:1/0"):
         if own:
             monkeypatch.setenv(REDIS_URL, own)
@@ -131,7 +132,7 @@ def test_a_worker_has_redis_password_from_its_nodes_environment(monkeypatch: pyt
 def test_a_worker_has_redis_password_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "password"
     index = IndexConfig(redis_url="redis://me@h:1/0", redis_password_file=str(path))
-    monkeypatch.setenv("BATON_CONFIG_JSON", Config(index=index).for_workers().to_json())
+    monkeypatch.setenv("BATON_CONFIG_JSON", Config(index=index).for_pool(Role.DECODE).to_json())
     with pytest.raises(ConfigError, match=f"cannot read the password file {path}: No such file"):
         _ = process_config().index.url
     path.write_text("")

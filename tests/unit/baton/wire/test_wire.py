@@ -703,7 +703,10 @@ def test_status_as_json_has_rows_of_states_if_there_are_any() -> None:
 
 def test_status_as_json_has_every_field_even_when_zero() -> None:
     assert wire.status_as_json(through_bytes(wire.status_response(status(1)))) == {
-        "pools": {"decode": {"desired": 2, "ready": 1}, "prefill": {"desired": 0, "ready": 0}},
+        "pools": {
+            "decode": {"desired": 2, "ready": 1, "engine": []},
+            "prefill": {"desired": 0, "ready": 0, "engine": []},
+        },
         "workers": [
             {
                 "id": "decode-0",

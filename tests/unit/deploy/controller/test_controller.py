@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from baton.cluster import ControllerInfo, PoolStatus, PoolTrouble, Role, Worker, WorkerLoad, WorkerState
-from baton.config import ClusterConfig, Config, IndexConfig, KubernetesConfig
+from baton.config import ClusterConfig, Config, IndexConfig, KubernetesConfig, PoolConfig, PoolsConfig
 from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
 from baton.rpc import MalformedCount, RpcServer
 from baton.tasks import cancel_and_wait
@@ -38,6 +38,7 @@ from tests.support.builders import worker_info
 from tests.support.waiting import until
 
 LEASE_S = 0.1
+NO_GPUS = dict.fromkeys(Role, 0.0)
 CONFIG = Config(index=IndexConfig(lease_s=LEASE_S, renew_s=0.02))
 
 
@@ -52,13 +53,15 @@ class LocalActors(RayActors):
     """In place of Ray. Workers find a node and are ready at once, unless `has_room` or `may_start` is clear."""
 
     def __init__(self) -> None:
-        super().__init__(Config(), "", 0.0)
+        super().__init__(Config(), "", NO_GPUS)
         self.address = f"127.0.0.1:{free_port()}"
         self.alive: dict[str, Actor] = {}
         self.num_created = 0
         self.pod = ""
         self.has_room = asyncio.Event()
         self.has_room.set()
+        self.has_turn = asyncio.Event()
+        self.has_turn.set()
         self.may_start = asyncio.Event()
         self.may_start.set()
 
@@ -83,6 +86,9 @@ class LocalActors(RayActors):
 
     async def placed(self, actor: Actor) -> None:
         await self.has_room.wait()
+
+    async def turn(self, actor: Actor) -> None:
+        await self.has_turn.wait()
 
     async def start(self, actor: Actor) -> Started:
         await actor.may_start.wait()
@@ -131,7 +137,13 @@ class Clock:
 
 class Bench:
     def __init__(
-        self, folder: Path, config: Config, desired: dict[Role, int], is_first: bool, lease_s: float = LEASE_S
+        self,
+        folder: Path,
+        config: Config,
+        desired: dict[Role, int],
+        is_first: bool,
+        lease_s: float = LEASE_S,
+        state: ControllerState | None = None,
     ) -> None:
         self.store = MemoryStore()
         self.leases = Leases(self.store, lease_s)
@@ -141,7 +153,7 @@ class Bench:
         self.draining: set[str] = set()
         """Workers that say so in their leases."""
         me = ControllerInfo(pid=1, address="127.0.0.1:1")
-        state, path = ControllerState(desired=desired, cluster="baton-x"), folder / "state.json"
+        state, path = state or ControllerState(desired=desired, cluster="baton-x"), folder / "state.json"
         self.controller = Controller(
             config,
             me=me,
@@ -174,10 +186,16 @@ async def bench(
 ) -> AsyncGenerator[Bench]:
     """A controller that runs while the block is entered."""
     bench = Bench(folder, config, {Role.PREFILL: 0, Role.DECODE: decode}, is_first)
+    async with running(bench):
+        yield bench
+
+
+@contextlib.asynccontextmanager
+async def running(bench: Bench) -> AsyncGenerator[None]:
     await bench.controller.adopt()
     tasks = [asyncio.create_task(bench.controller.run()), asyncio.create_task(bench.renew())]
     try:
-        yield bench
+        yield
     finally:
         await bench.orders.close()
         await cancel_and_wait(tasks)
@@ -338,6 +356,65 @@ async def test_a_worker_that_has_changed_its_role_is_started_again_in_its_pool(t
         assert it.controller.observed()["worker-0"].role is Role.PREFILL
 
 
+OF_TWO_ENGINES = replace(CONFIG, pools=PoolsConfig(decode=PoolConfig(engine={"tensor_parallel": 2, "max_num_seqs": 8})))
+
+
+async def test_between_pools_of_different_engines_no_worker_changes_its_role(tmp_path: Path) -> None:
+    async with bench(tmp_path, OF_TWO_ENGINES, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        sentence = (
+            "^worker-0 cannot become a prefill worker: it keeps its engine, and the pools' engines differ in "
+            "max_num_seqs, tensor_parallel; change the sizes of both pools with `baton scale` instead$"
+        )
+        with pytest.raises(InvalidRequest, match=sentence):
+            await it.orders.set_role("worker-0", "prefill")
+        assert (await it.orders.set_role("worker-0", "decode")).info.role is Role.DECODE, "it has the role"
+        assert it.controller.state.role_change is None
+
+
+async def test_after_a_change_of_one_pool_s_settings_its_workers_alone_start_again(tmp_path: Path) -> None:
+    """A few at a time, by a controller that starts with the new settings."""
+    sizes, cluster = {Role.PREFILL: 1, Role.DECODE: 3}, ClusterConfig(max_unavailable="1")
+    config = replace(CONFIG, cluster=cluster)
+    before = Bench(tmp_path, config, sizes, is_first=False)
+    async with running(before):
+        await until(lambda: num_ready(before) == 3 and before.controller.pool(Role.PREFILL).ready == 1)
+    state = load(tmp_path / "state.json")
+    assert state is not None
+    for settings, replaced in (
+        (config, set()),
+        (replace(config, pools=PoolsConfig(decode=PoolConfig(engine={"max_num_seqs": 8}))), {1, 2, 3}),
+    ):
+        it = Bench(tmp_path, settings, sizes, is_first=False, state=state)
+        it.actors = it.controller._actors = it.controller._lives._actors = before.actors
+        it.actors.num_created, fewest = 0, 3
+        async with running(it):
+            await until(lambda it=it: num_ready(it) == 3)  # type: ignore[misc]
+            while it.actors.num_created < len(replaced):
+                fewest = min(fewest, sum(each.phase is WorkerPhase.READY for each in it.controller.observed().values()))
+                await asyncio.sleep(0.01)
+            await until(lambda it=it: num_ready(it) == 3 and len(it.controller.ids) == 4)  # type: ignore[misc]
+            await asyncio.sleep(3 * LEASE_S)
+            assert it.actors.num_created == len(replaced)
+            assert fewest >= 3, "one of four at a time"
+            assert "worker-0" in it.controller.ids, "the prefill worker"
+            assert it.controller.state.retiring == frozenset()
+
+
+async def test_who_has_changed_its_role_is_replaced_when_the_pools_get_different_engines(tmp_path: Path) -> None:
+    """Its engine is the other pool's."""
+    it = Bench(tmp_path, OF_TWO_ENGINES, {Role.PREFILL: 0, Role.DECODE: 2}, is_first=False, lease_s=60.0)
+    for number, pool in enumerate((Role.PREFILL, Role.DECODE)):
+        await it.actors.create(f"worker-{number}", Role.DECODE, pool)
+        info = worker_info(f"worker-{number}", Role.DECODE, epoch=await it.leases.acquire(f"worker-{number}"))
+        await it.leases.renew(info, WorkerLoad(state=WorkerState.READY))
+    await it.controller.adopt()
+    try:
+        assert it.controller.state.retiring == {"worker-0"}
+    finally:
+        await it.controller.let_go()
+
+
 async def test_a_worker_that_dies_soon_after_it_was_ready_waits_longer_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +473,25 @@ async def test_a_worker_that_hangs_is_started_again_after_two_leases(
     assert "worker-1 (decode) has had no lease for 0 s: it does not serve" in caplog.text
     assert "worker-1 (decode) does not answer either: it is killed" in caplog.text
     assert "worker-0" not in caplog.text
+
+
+async def test_a_worker_that_waits_for_its_turn_on_its_node_has_not_begun_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time for the start begins later, and others begin on other nodes meanwhile."""
+    monkeypatch.setattr(controller_module, "TURN_S", 0.05)
+    config = replace(CONFIG, cluster=ClusterConfig(start_timeout_s=0.3, starting=2))
+    async with bench(tmp_path, config, decode=4) as it:
+        it.actors.has_turn.clear()
+        it.actors.num_created = 0
+        await until(lambda: it.actors.num_created == 4)
+        await asyncio.sleep(0.4)
+        found = it.controller.observed().values()
+        assert [(each.phase, each.waits_for_turn) for each in found] == [(WorkerPhase.STARTING, True)] * 4
+        assert it.controller.trouble()[1] == PoolTrouble("decode", 0, 0)
+        it.actors.has_turn.set()
+        await until(lambda: num_ready(it) == 4)
+        assert it.actors.num_created == 4
 
 
 async def test_a_worker_that_answers_without_a_lease_serves_nobody_and_is_started_again_in_the_end(
@@ -622,10 +718,12 @@ class Names:
         def __init__(self, ray: Names, name: str = "") -> None:
             self._ray, self._name = ray, name
 
-        def options(self, name: str, **_: object) -> Names.Remote:
+        def options(self, name: str, **chosen: object) -> Names.Remote:
+            self._ray.chosen = chosen
             return Names.Remote(self._ray, name)
 
-        def remote(self, *_: object, **__: object) -> object:
+        def remote(self, *arguments: object, **_: object) -> object:
+            self._ray.arguments = arguments
             time.sleep(self._ray.make_s)
             if self._name in self._ray.names:
                 raise ValueError("the name is taken")
@@ -635,6 +733,8 @@ class Names:
     def __init__(self, make_s: float = 0.0) -> None:
         self.make_s = make_s
         self.names: dict[str, object] = {}
+        self.chosen: dict[str, object] = {}
+        self.arguments: tuple[object, ...] = ()
 
     def remote(self, _: type) -> Remote:
         return Names.Remote(self)
@@ -646,6 +746,18 @@ class Names:
 
     def kill(self, actor: object) -> None:
         self.names = {name: other for name, other in self.names.items() if other is not actor}
+
+
+async def test_an_actor_gets_the_settings_and_the_gpus_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its role is the other pool's."""
+    ray = Names()
+    monkeypatch.setattr(ray_actors, "ray", ray)
+    actors = RayActors(OF_TWO_ENGINES, "", {Role.PREFILL: 1.0, Role.DECODE: 2.0})
+    for pool, max_num_seqs, gpus in ((Role.PREFILL, "auto", 1.0), (Role.DECODE, 8, 2.0)):
+        await actors.create(f"worker-{pool}", Role.DECODE, pool)
+        assert Config.from_json(str(ray.arguments[3])).engine.max_num_seqs == max_num_seqs
+        assert ray.chosen["num_gpus"] == gpus
+        assert actors.needs(pool)["GPU"] == gpus
 
 
 class SaysItsPool:
@@ -671,7 +783,7 @@ async def test_actors_say_for_which_pool_they_are_and_one_that_does_not_is_ended
     monkeypatch.setattr(ray_actors, "ray", ray)
     monkeypatch.setattr(ray_actors, "SAY_S", 0.05)
     ids = ["worker-0", "worker-1", "worker-2", "worker-3"]
-    assert await RayActors(Config(), "", 0.0).pools(ids) == {"worker-0": Role.PREFILL, "worker-1": Role.DECODE}
+    assert await RayActors(Config(), "", NO_GPUS).pools(ids) == {"worker-0": Role.PREFILL, "worker-1": Role.DECODE}
     assert ray.names.keys() == {"worker-0", "worker-1"}
     assert "worker-2 is ended: its pool is unknown" in caplog.text
 
@@ -682,7 +794,7 @@ async def test_a_name_that_stays_taken_is_made_free(monkeypatch: pytest.MonkeyPa
     ray.names["worker-0"] = object()
     monkeypatch.setattr(ray_actors, "ray", ray)
     monkeypatch.setattr(ray_actors, "NAME_TAKEN_S", 0.1)
-    actors = RayActors(Config(), "", 0.0)
+    actors = RayActors(Config(), "", NO_GPUS)
     with pytest.raises(WorkerFailed, match=r"has not created the actor worker-0: its name is still taken after 0.1 s"):
         await actors.create("worker-0", Role.DECODE, Role.DECODE)
     assert await actors.create("worker-0", Role.DECODE, Role.DECODE) is ray.names["worker-0"]
@@ -692,7 +804,7 @@ async def test_an_actor_that_takes_long_to_make_is_still_known(monkeypatch: pyte
     ray = Names(make_s=0.2)
     monkeypatch.setattr(ray_actors, "ray", ray)
     monkeypatch.setattr(ray_actors, "NAME_TAKEN_S", 0.05)
-    assert await RayActors(Config(), "", 0.0).create("worker-0", Role.DECODE, Role.DECODE) is ray.names["worker-0"]
+    assert await RayActors(Config(), "", NO_GPUS).create("worker-0", Role.DECODE, Role.DECODE) is ray.names["worker-0"]
 
 
 async def test_the_sizes_are_those_of_the_serving_pools(tmp_path: Path) -> None:
@@ -764,9 +876,21 @@ def test_pools_and_roles_of_workers_are_kept(tmp_path: Path) -> None:
         desired={Role.PREFILL: 1, Role.DECODE: 1},
         roles={"worker-0": Role.DECODE},
         pools={"worker-0": Role.PREFILL},
+        settings={"worker-0": "[]"},
     )
     save(tmp_path / "state.json", state)
     assert load(tmp_path / "state.json") == state
+
+
+def test_gpus_are_kept_by_pool_and_those_of_a_file_of_an_earlier_version_are_both_pools(tmp_path: Path) -> None:
+    sizes, gpus = {Role.PREFILL: 1, Role.DECODE: 1}, {Role.PREFILL: 0.5, Role.DECODE: 2.0}
+    path = tmp_path / "state.json"
+    save(path, ControllerState(desired=sizes, gpus_per_worker=gpus))
+    assert load(path) == ControllerState(desired=sizes, gpus_per_worker=gpus)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"gpus_per_worker": 0.25}))
+    found = load(path)
+    assert found is not None
+    assert found.gpus_per_worker == dict.fromkeys(Role, 0.25)
 
 
 @pytest.mark.parametrize("size", ["Infinity", "NaN", '"many"', "null"])

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.cluster import Role
+from baton.config import ClusterConfig
 from deploy.controller.reconcile import (
-    MAX_STARTING,
     Action,
     EndWorker,
     ForgetWorker,
@@ -27,6 +27,7 @@ from deploy.controller.reconcile import (
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 DOWN, STARTING, READY, LEAVING = WorkerPhase
+ONE_AT_A_TIME = ClusterConfig(max_surge="1", max_unavailable="1")
 
 
 def sizes(prefill: int, decode: int) -> dict[Role, int]:
@@ -45,8 +46,10 @@ def decode(number: int, num_requests: int = 0, num_unique_blocks: int = 0) -> Ob
     return worker(number, DECODE, num_requests=num_requests, num_unique_blocks=num_unique_blocks)
 
 
-def decide(prefill: int, decode: int, *workers: ObservedWorker, now_s: float = 0.0) -> list[Action]:
-    return reconcile(sizes(prefill, decode), workers, now_s)
+def decide(
+    prefill: int, decode: int, *workers: ObservedWorker, now_s: float = 0.0, config: ClusterConfig = ONE_AT_A_TIME
+) -> list[Action]:
+    return reconcile(sizes(prefill, decode), workers, now_s, config)
 
 
 def test_nothing_to_do() -> None:
@@ -105,11 +108,25 @@ def test_a_dead_worker_comes_back_in_the_role_that_it_had() -> None:
 
 
 def test_after_a_mass_death_a_few_start_at_a_time() -> None:
+    """Half of both pools together, but some even of a small cluster; or as many as are configured."""
     dead = [worker(number, DECODE, phase=DOWN) for number in range(20)]
-    starts = decide(0, 20, *dead)
-    assert len(starts) == MAX_STARTING
+    assert len(decide(0, 20, *dead)) == len(decide(10, 10, *dead[:10])) == 10
+    assert len(decide(0, 5, *dead[:5])) == 4
     starting = [replace(worker, phase=STARTING) for worker in dead[:3]]
-    assert len(decide(0, 20, *starting, *dead[3:])) == MAX_STARTING - 3
+    assert len(decide(0, 20, *starting, *dead[3:])) == 10 - 3
+    few = ClusterConfig(starting=5)
+    assert len(decide(0, 20, *dead, config=few)) == 5
+    assert len(decide(0, 20, *starting, *dead[3:], config=few)) == 2
+
+
+def test_workers_that_wait_for_their_turn_on_a_node_do_not_hold_up_others() -> None:
+    """They load nothing yet. They come, though: nobody else has to make room for them."""
+    few = ClusterConfig(starting=2, max_unavailable="1")
+    waiting = [worker(n, DECODE, phase=STARTING, waits_for_turn=True) for n in range(1, 5)]
+    assert len(decide(0, 9, *waiting, config=few)) == 2
+    retiring = replace(decode(9), is_retiring=True)
+    others = [decode(number) for number in range(10, 13)]
+    assert not [a for a in decide(0, 8, retiring, *others, *waiting, config=few) if isinstance(a, EndWorker)]
 
 
 def test_both_pools_come_back_side_by_side() -> None:
@@ -205,7 +222,7 @@ def test_a_worker_that_drains_without_an_order_goes_at_once_and_another_takes_it
 
 def rolling(*workers: ObservedWorker, desired: tuple[int, int] = (0, 2), room: Role = DECODE) -> list[Action]:
     """What is done while a newer version's pod of a pool has room."""
-    return reconcile(sizes(*desired), workers, 0.0, GivingWay(room={room}))
+    return reconcile(sizes(*desired), workers, 0.0, ONE_AT_A_TIME, GivingWay(room={room: 1}))
 
 
 def older(worker: ObservedWorker, role: Role | None = None) -> ObservedWorker:
@@ -225,6 +242,41 @@ def test_a_newer_version_begins_before_another_worker_leaves() -> None:
     assert decide(0, 2, before[0], leaving, decode(2)) == []
     assert rolling(before[0], decode(2)) == [StartWorker("worker-1", DECODE)]
     assert rolling(decode(1), decode(2)) == [], "all are of the newer version"
+
+
+@pytest.mark.parametrize(
+    ("surge", "room", "num_started"), [("3", 5, 3), ("25%", 5, 2), ("5", 2, 2), ("0", 5, 0), ("100%", 9, 8)]
+)
+def test_of_a_newer_version_as_many_begin_as_have_room_and_are_allowed(surge: str, room: int, num_started: int) -> None:
+    before = [older(decode(number)) for number in range(8)]
+    config = ClusterConfig(max_surge=surge, max_unavailable="1", starting=99)
+
+    def decided(*workers: ObservedWorker) -> list[Action]:
+        return reconcile(sizes(0, 8), workers, 0.0, config, GivingWay(room={DECODE: room}))
+
+    assert decided(*before) == [StartWorker(f"worker-{8 + number}", DECODE) for number in range(num_started)]
+    begun = [worker(8 + number, DECODE, phase=STARTING) for number in range(num_started)]
+    assert decided(*before, *begun) == []
+    leaving = [replace(each, is_retiring=True, phase=LEAVING) for each in before[:2]]
+    assert len(decided(*leaving, *before[2:])) == max(min(num_started, room - 2), 0) + 2, "in place of both, and more"
+
+
+def test_workers_whose_replacements_serve_leave_together() -> None:
+    before, come = [older(decode(number)) for number in range(4)], [decode(number) for number in (4, 5, 6)]
+    ended = [action for action in decide(0, 4, *before, *come) if isinstance(action, EndWorker)]
+    assert ended == [EndWorker("worker-1"), EndWorker("worker-2"), EndWorker("worker-3")]
+
+
+def test_where_none_may_be_missing_a_worker_leaves_once_its_replacement_serves() -> None:
+    none = ClusterConfig(max_unavailable="0")
+    drained, others = replace(decode(0), is_retiring=True), [decode(1), decode(2)]
+    coming = worker(3, DECODE, phase=STARTING)
+    assert decide(0, 3, drained, *others, coming, config=none) == []
+    assert decide(0, 3, drained, *others, coming) == [EndWorker("worker-0")]
+    assert decide(0, 3, drained, *others, replace(coming, phase=READY), config=none) == [EndWorker("worker-0")]
+    waiting = replace(coming, waits_for_room=True)
+    assert decide(0, 3, drained, *others, waiting, config=none) == [EndWorker("worker-0")], "it has the room"
+    assert in_place(0, 3, drained, *others, coming, config=none) == [EndWorker("worker-0")]
 
 
 def test_a_version_that_does_not_start_takes_nobody_s_place() -> None:
@@ -261,9 +313,12 @@ def test_a_worker_that_changed_its_role_is_drained_off_an_older_pod() -> None:
     assert rolling(moved, *mates, desired=(0, 3), room=DECODE) == []
 
 
-def in_place(prefill: int, decode: int, *workers: ObservedWorker) -> list[Action]:
+def in_place(
+    prefill: int, decode: int, *workers: ObservedWorker, config: ClusterConfig = ONE_AT_A_TIME
+) -> list[Action]:
     """What is done where no worker has room beside the one that it replaces."""
-    return reconcile(sizes(prefill, decode), workers, 0.0, GivingWay(in_place=True, room={DECODE}))
+    giving_way = GivingWay(in_place=True, room={DECODE: 1})
+    return reconcile(sizes(prefill, decode), workers, 0.0, config, giving_way)
 
 
 def test_in_place_the_last_worker_of_a_pool_leaves_to_the_other_pool() -> None:
@@ -315,13 +370,18 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
+        self.config = ClusterConfig(
+            starting=self.dice.choice((0, 1, 3)),
+            max_unavailable=self.dice.choice(("0", "1", "2", "25%", "100%")),
+        )
         self.desired = sizes(self.dice.randrange(0, 6), self.dice.randrange(1, 6))
         self.workers: dict[str, ObservedWorker] = {}
         self.now_s = 0.0
 
     def obey(self) -> list[Action]:
-        actions = reconcile(self.desired, list(self.workers.values()), self.now_s)
+        actions = reconcile(self.desired, list(self.workers.values()), self.now_s, self.config)
         serving_before = {role: self.serving(role) for role in Role}
+        num_loading = sum(w.phase is STARTING and not w.waits_for_turn for w in self.workers.values())
         was_leaving = {w.role for w in self.workers.values() if w.phase is LEAVING}
         for action in actions:
             match action:
@@ -344,15 +404,17 @@ class World:
         starting = [
             w for w in self.workers.values() if w.phase is STARTING and not w.is_retiring and not w.waits_for_room
         ]
-        assert len(starting) <= MAX_STARTING
+        loading = sum(not w.waits_for_turn for w in starting)
+        assert loading <= max(self.config.num_starting(sum(self.desired.values())), num_loading)
         for role in Role:
-            if (num_left := serving_before[role] - self.serving(role)) and self.serving(role) < self.desired[role] - 1:
+            least = self.desired[role] - self.config.num_unavailable(self.desired[role])
+            if (num_left := serving_before[role] - self.serving(role)) and self.serving(role) < least:
                 assert num_left == 1, "more than one is missing"
                 assert role not in was_leaving | {w.role for w in starting}, "it did not wait for the others"
         for role in Role:
             if serving_before[role] and self.desired[role]:
                 assert self.serving(role), f"nobody serves {role} any more: {actions}"
-        assert reconcile(self.desired, list(self.workers.values()), self.now_s) == [], "told twice"
+        assert reconcile(self.desired, list(self.workers.values()), self.now_s, self.config) == [], "told twice"
         return actions
 
     def serving(self, role: Role) -> int:
@@ -369,7 +431,11 @@ class World:
                 del self.workers[worker.id]
             elif worker.phase is STARTING and self.dice.random() < 0.6:
                 num_requests = self.dice.randrange(4)
-                self.workers[worker.id] = replace(worker, phase=READY, waits_for_room=False, num_requests=num_requests)
+                self.workers[worker.id] = replace(
+                    worker, phase=READY, waits_for_room=False, waits_for_turn=False, num_requests=num_requests
+                )
+            elif worker.phase is STARTING and not worker.waits_for_room and self.dice.random() < 0.3:
+                self.workers[worker.id] = replace(worker, waits_for_turn=True)
             elif worker.phase is STARTING and not is_calm and self.dice.random() < 0.2:
                 self.workers[worker.id] = replace(worker, waits_for_room=True)
             elif worker.is_silent and self.dice.random() < 0.5:
@@ -386,6 +452,7 @@ class World:
                     is_silent=False,
                     is_draining=False,
                     waits_for_room=False,
+                    waits_for_turn=False,
                     start_at_s=start_at_s,
                 )
             elif not is_calm and is_serving(worker) and self.dice.random() < 0.1:

@@ -13,12 +13,15 @@ import grpc
 import pytest
 import torch
 
+from baton.cluster import Role
 from baton.config import (
     AutoscaleConfig,
     ClusterConfig,
     Config,
     EngineConfig,
     ModelConfig,
+    PoolConfig,
+    PoolsConfig,
     TestingConfig,
     TransferConfig,
 )
@@ -116,6 +119,35 @@ def test_workers_on_cpus_have_pools_of_one_size(tmp_path: Path, monkeypatch: pyt
     assert preflight.with_kv_size(two) == two
     with pytest.raises(ConfigError, match="2 KV pools of 3 GiB do not fit"):
         preflight.with_kv_size(replace(config, engine=EngineConfig(kv_cache_gib=3.0)))
+
+
+def test_workers_on_cpus_have_room_beside_those_of_another_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine_with(monkeypatch, free_gib=9.0, gpus_gib=[])
+    config = a_config(tmp_path)
+
+    def sized(prefill: dict[str, Any], decode: dict[str, Any]) -> list[Any]:
+        pools = PoolsConfig(prefill=PoolConfig(engine=prefill), decode=PoolConfig(engine=decode))
+        found = preflight.with_kv_size(replace(config, pools=pools))
+        return [found.engine_of(pool).kv_cache_gib for pool in Role]
+
+    own = (9 - 1 - 2 * 1.75) / 2 / 2
+    assert sized({"max_num_seqs": 5}, {}) == [own, own]
+    ranks = (9 - 1 - 1.75 - 2 * 1.25) / 3 / 2
+    assert sized({}, {"tensor_parallel": 2}) == [ranks, ranks], "three KV pools, of the ranks of two workers"
+    assert sized({"kv_cache_gib": 1.0}, {}) == [1.0, (9 - 1 - 2 * 1.75 - 1) / 2]
+    assert sized({"kv_cache_gib": 1.0}, {"kv_cache_gib": 3.0}) == [1.0, 3.0]
+    with pytest.raises(ConfigError, match=r"1 KV pool of 2 GiB does not fit: .* set pools.prefill.engine.kv_cache_gib"):
+        sized({"kv_cache_gib": 2.0}, {"kv_cache_gib": 3.0})
+    assert sized({"num_blocks": 9}, {"tensor_parallel": 2})[0] == "auto"
+    words = preflight.kv_sizes_in_words
+    assert words(Config(engine=EngineConfig(kv_cache_gib=2.0))) == "2 GiB for each KV pool"
+    assert words(Config()) == ""
+    unequal = PoolsConfig(prefill=PoolConfig(engine={"kv_cache_gib": 1}), decode=PoolConfig(engine={"kv_cache_gib": 2}))
+    assert words(Config(pools=unequal)) == (
+        "1 GiB for each KV pool of a prefill worker and 2 GiB for each KV pool of a decode worker"
+    )
 
 
 def test_what_is_not_known_here_is_left_to_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +275,9 @@ def test_ranks_have_to_divide_the_heads(heads: int, kv_heads: int, what: str, tm
     with pytest.raises(ConfigError, match=f"engine.tensor_parallel is 4, which does not divide the {what} of tiny"):
         preflight.require_heads(config)
     preflight.require_heads(replace(config, engine=EngineConfig()))
+    of_decode = PoolsConfig(decode=PoolConfig(engine={"tensor_parallel": 4}))
+    with pytest.raises(ConfigError, match=r"^pools.decode.engine.tensor_parallel is 4, which does not divide the "):
+        preflight.require_heads(replace(config, engine=EngineConfig(), pools=of_decode))
     (tmp_path / "config.json").write_text(json.dumps(said | {"model_type": "llama"}))
     with pytest.raises(ConfigError, match="which does not divide"):
         preflight.require_heads(config)

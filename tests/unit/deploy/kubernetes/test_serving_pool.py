@@ -139,11 +139,17 @@ def test_room_for_a_newer_version_is_that_of_its_running_pods() -> None:
     """An older pod that is about to go has none to give way."""
     old, new = NodePod(name="old", deployment=D, is_current=False), NodePod(name="new", deployment=D)
     layout, prefill = NodeLayout({P: P, D: D}), NodePod(name="p", deployment=P)
-    assert pod_rollout(layout, [prefill, old, new], []) == PodRollout(frozenset({"old"}), frozenset({D}))
-    assert pod_rollout(layout, [prefill, old, new], ["new"]).room == frozenset()
-    assert pod_rollout(NodeLayout({P: P, D: D}, 2), [old, new], ["new"]).room == {D}
+    assert pod_rollout(layout, [prefill, old, new], []) == PodRollout(frozenset({"old"}), {D: 1})
+    assert pod_rollout(layout, [prefill, old, new], ["new"]).room == {}
+    assert pod_rollout(NodeLayout({P: P, D: D}, 4), [old, new, replace(new, name="b")], ["new"]).room == {D: 7}
+    assert pod_rollout(
+        NodeLayout({P: BOTH, D: BOTH}), [replace(each, deployment=BOTH) for each in (old, new)], []
+    ).room == {
+        P: 1,
+        D: 1,
+    }
     for other in (replace(new, is_running=False), replace(new, is_leaving=True), replace(new, is_current=False)):
-        assert pod_rollout(layout, [prefill, old, other], []).room == frozenset()
+        assert pod_rollout(layout, [prefill, old, other], []).room == {}
     assert pod_rollout(layout, [prefill, new], []) == PodRollout(), "nothing is rolled out"
     assert pod_rollout(layout, [replace(old, is_leaving=True), new], []) == PodRollout()
 

@@ -276,7 +276,7 @@ def test_neither_ray_nor_the_controller_hears_of_the_routers_secrets(
     controllers = str(cluster._controller._environment)
     assert "planted-redis" in controllers, "it connects to Redis"
     assert controllers.count("planted") == 1
-    assert "planted" not in str(RayActors(config, "127.0.0.1", 0)._arguments)
+    assert "planted" not in str(RayActors(config, "127.0.0.1", dict.fromkeys(Role, 0.0))._configs)
     assert "planted-scopes" in str(up._router(config, 0, keys)._environment)
 
 

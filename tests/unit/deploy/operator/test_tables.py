@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +15,7 @@ from deploy.operator.tables import (
     engine_lines,
     garbage_lines,
     in_order,
+    pool_lines,
     state_lines,
     transfer_table,
     worker_table,
@@ -47,6 +49,20 @@ def printed(table: Table) -> tuple[str, str]:
         console.print(table)
     heading, row = captured.get().splitlines()
     return heading, row
+
+
+def test_a_pool_s_own_settings_are_shown_beside_its_size() -> None:
+    own = ["kv_dtype=bfloat16", "tensor_parallel=2"]
+    pools: dict[str, dict[str, Any]] = {
+        "decode": {"ready": 1, "desired": 2, "engine": own},
+        "prefill": {"ready": 1, "desired": 1, "engine": []},
+        "old": {"ready": 0, "desired": 1},
+    }
+    assert pool_lines(pools) == [
+        "pool decode: 1 ready of 2 desired; kv_dtype=bfloat16, tensor_parallel=2",
+        "pool prefill: 1 ready of 1 desired",
+        "pool old: 0 ready of 1 desired",
+    ]
 
 
 def test_prefill_workers_are_shown_first_and_each_pool_s_by_their_numbers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from baton.cluster import Role
 from baton.config import ClusterConfig, Config, IndexConfig, TelemetryConfig, TestingConfig, process_config
 from baton.errors import ConfigError, WorkerFailed
 from baton.trust import KeyFile, Principal, draw_secret, write_private
-from deploy.ray_pools import actor
+from deploy.ray_pools import actor, turns
 from deploy.ray_pools.actor import WorkerActor, own_redis_url, own_secret
 from deploy.ray_pools.node import SOCKET
 from tests.support.waiting import wait_until
@@ -62,7 +64,7 @@ async def test_why_a_worker_does_not_start_is_in_its_container_s_log(
 
 def test_a_worker_asks_redis_as_the_user_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Ray passes on is the controller's, without its password."""
-    given = Config(index=IndexConfig(redis_url="redis://controller:word@redis:6379/0")).for_workers()
+    given = Config(index=IndexConfig(redis_url="redis://controller:word@redis:6379/0")).for_pool(Role.DECODE)
     own = "redis://worker:other@redis:6379/0"
     url = own_redis_url(given, {"BATON_INDEX_REDIS_URL": own})
     assert url == "redis://worker:***@redis:6379/0"
@@ -131,3 +133,59 @@ async def test_a_worker_knows_what_takes_its_output(tmp_path: Path, monkeypatch:
         assert await worker._ended == 3
         wait_until(lambda: written(here.folder / "socket", "worker-0") == ["out", "err"], PATIENT_S)
         assert commands[-1][-2:] == ("--output", str(here.folder / "socket"))
+
+
+def on_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> list[Alone]:
+    """Actors of workers on one node, whose processes end at once."""
+    monkeypatch.setattr(actor, "folder_of", lambda node_id: tmp_path / "turns" / node_id)
+    monkeypatch.setattr(actor, "_node_id", lambda: "a-node")
+    monkeypatch.setattr(actor, "module_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
+    return [Alone("decode", f"worker-{each}", "127.0.0.1", Config().to_json(), pool="decode") for each in range(number)]
+
+
+async def begin(*workers: Alone) -> None:
+    """Their turns end."""
+    for each in workers:
+        with pytest.raises(WorkerFailed):
+            await each.start()
+    await asyncio.sleep(0.01)
+
+
+async def test_on_a_node_as_many_workers_as_allowed_load_their_models_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = on_a_node(tmp_path, monkeypatch, 3)
+    for each in workers[:2]:
+        await asyncio.wait_for(each.turn(2), 5)
+        await asyncio.wait_for(each.turn(2), 5)  # asked again, by the next controller
+    third = asyncio.create_task(workers[2].turn(2))
+    await asyncio.sleep(2 * turns.POLL_S)
+    assert not third.done()
+    await begin(workers[0])
+    await asyncio.wait_for(third, 5)
+    await asyncio.wait_for(workers[0].turn(2), 5)  # it has begun: there is nothing to wait for
+    await begin(*workers[1:])
+
+
+async def test_a_worker_that_starts_without_its_turn_takes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller of the release before asks for none. A turn that comes too late is given back."""
+    first, late, last = on_a_node(tmp_path, monkeypatch, 3)
+    await first.turn(1)
+    waiting = asyncio.create_task(late.turn(1))
+    await asyncio.sleep(turns.POLL_S)
+    await begin(late, first)
+    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(last.turn(1), 5)
+    await begin(last)
+
+
+async def test_where_a_node_has_no_folder_for_turns_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = on_a_node(tmp_path, monkeypatch, 2)
+    (tmp_path / "turns").touch()
+    await asyncio.wait_for(first.turn(1), 5)
+    await asyncio.wait_for(second.turn(1), 5)
+    assert "worker-1 does not wait for its turn to load its model" in caplog.text

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 
 from baton.cluster import Role
-from baton.config import ClusterConfig, Config, EngineConfig
+from baton.config import ClusterConfig, Config, EngineConfig, PoolConfig, PoolsConfig
 from baton.errors import ConfigError
 from deploy.ray_pools.actors import node_gpus
 from deploy.ray_pools.gpus import UNITS, NodeGpus, gpus_per_worker, memory_share, num_placed
@@ -22,8 +23,11 @@ def node(num_gpus: int, num_workers: int = MUCH, pool: Role | None = None) -> No
 
 
 def share_of(nodes: Sequence[NodeGpus], prefill: int, decode: int, ranks: int = 1, asked: float = 0.0) -> float:
+    """The share of every worker, where the pools have the same settings."""
     config = Config(engine=EngineConfig(tensor_parallel=ranks), cluster=ClusterConfig(gpus_per_worker=asked))
-    return gpus_per_worker(config, nodes, {P: prefill, D: decode})
+    shares = gpus_per_worker(config, nodes, {P: prefill, D: decode})
+    assert shares[P] == shares[D]
+    return shares[P]
 
 
 def is_placed(nodes: Sequence[NodeGpus], num_workers: int, share: float) -> bool:
@@ -53,8 +57,8 @@ def test_workers_on_gpus_are_all_placed(num_workers: int, num_gpus: int) -> None
 
 
 def test_a_part_is_never_made_up_of_pieces_of_several_gpus() -> None:
-    assert num_placed([node(2)], {P: 1, D: 2}, 2 / 3) == 2
-    assert num_placed([node(3)], {P: 4, D: 4}, 0.4) == 6
+    assert num_placed([node(2)], {P: 1, D: 2}, {P: 2 / 3, D: 2 / 3}) == 2
+    assert num_placed([node(3)], {P: 4, D: 4}, {P: 0.4, D: 0.4}) == 6
 
 
 def test_nodes_that_differ_have_room_for_all_between_them() -> None:
@@ -79,6 +83,41 @@ def test_a_pool_that_has_fewer_gpus_of_its_own_decides() -> None:
     assert share_of(nodes, 1, 8) == 1.0
     assert share_of(nodes, 4, 2) == 0.25, "the decode pool's GPUs are no use to prefill workers"
     assert share_of([*nodes, node(3)], 4, 2) == 1.0, "those for all are"
+
+
+def of_pools(prefill: dict[str, Any], decode: dict[str, Any]) -> Config:
+    return Config(pools=PoolsConfig(prefill=PoolConfig(**prefill), decode=PoolConfig(**decode)))
+
+
+TWO_RANKS = {"engine": {"tensor_parallel": 2}}
+
+
+@pytest.mark.parametrize(
+    ("config", "nodes", "workers", "expected"),
+    [
+        (of_pools({}, TWO_RANKS), [node(8)], (2, 3), (1.0, 2.0)),
+        (of_pools({}, TWO_RANKS), [node(8)], (4, 3), (0.5, 2.0)),  # four share what the ranks of three leave
+        (of_pools({}, TWO_RANKS), [node(3), node(2)], (1, 2), (1.0, 2.0)),
+        (of_pools({}, TWO_RANKS), [node(1, pool=P), node(2, pool=D)], (2, 1), (0.5, 2.0)),
+        (of_pools({"gpus_per_worker": 0.25}, TWO_RANKS), [node(3)], (1, 1), (0.25, 2.0)),
+        (of_pools({"gpus_per_worker": 4}, {"gpus_per_worker": 1}), [node(1)], (1, 1), (4.0, 1.0)),  # others may join
+        (of_pools({}, TWO_RANKS), [node(0)], (1, 1), (0.0, 0.0)),
+    ],
+)
+def test_pools_may_need_different_gpus(
+    config: Config, nodes: list[NodeGpus], workers: tuple[int, int], expected: tuple[float, float]
+) -> None:
+    shares = gpus_per_worker(config, nodes, {P: workers[0], D: workers[1]})
+    assert (shares[P], shares[D]) == expected
+
+
+def test_pools_that_need_different_gpus_are_refused_with_what_each_needs() -> None:
+    sentence = (
+        "each prefill worker needs 1 GPU and each decode worker 2 GPUs of one Ray node .* suffice for 1 of 2 workers: "
+        ".* set pools.prefill.gpus_per_worker to 1 and pools.decode.gpus_per_worker to 2"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        gpus_per_worker(of_pools({}, TWO_RANKS), [node(2)], {P: 1, D: 1})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from baton.cluster import ClusterStatus, PoolStatus, Role, WorkerLoad, WorkerState
-from baton.config import AutoscaleConfig, Config, RouterConfig, SloClassConfig
+from baton.config import AutoscaleConfig, Config, PoolConfig, PoolsConfig, RouterConfig, SloClassConfig
 from baton.errors import Conflict, NoController
 from deploy.scaling.autoscaler import Autoscaler, strictest
 from deploy.scaling.command import as_dict, status_of, summary
@@ -50,9 +50,12 @@ class Cluster:
         self.roles[worker_id] = role
 
 
-def autoscaler(cluster: Cluster, config: AutoscaleConfig | None = None) -> Autoscaler:
+def autoscaler(cluster: Cluster, config: AutoscaleConfig | None = None, pools: PoolsConfig | None = None) -> Autoscaler:
     return Autoscaler(
-        Config(autoscale=config or AutoscaleConfig()), cluster.observe, cluster, clock=lambda: cluster.now
+        Config(autoscale=config or AutoscaleConfig(), pools=pools or PoolsConfig()),
+        cluster.observe,
+        cluster,
+        clock=lambda: cluster.now,
     )
 
 
@@ -74,6 +77,19 @@ def test_after_the_cool_down_the_least_busy_workers_change_their_roles() -> None
     decisions = windows(autoscaler(cluster), cluster, 5)
     assert [decision.num_actions for decision in decisions] == [0, 0, 3]
     assert cluster.orders == [("role", name, Role.PREFILL) for name in ("w2", "w4", "w1")]
+
+
+@pytest.mark.parametrize(("prefill", "orders"), [(1, [("decode", 1), ("prefill", 4)]), (4, [])])
+def test_between_pools_of_different_engines_workers_stop_and_start(prefill: int, orders: list[tuple[str, int]]) -> None:
+    """The pool that stops workers makes room first."""
+    cluster = Cluster(prefill, 5 - prefill)
+    two_ranks = PoolsConfig(decode=PoolConfig(engine={"tensor_parallel": 2}))
+    decisions = windows(autoscaler(cluster, pools=two_ranks), cluster, 5)
+    assert cluster.orders == [("scale", pool, size) for pool, size in orders]
+    if orders:
+        assert decisions[-1].flips is None
+        assert (decisions[-1].starts, decisions[-1].stops) == (Sizes(3, 0), Sizes(0, 3))
+        assert summary(decisions[-1]) == "1:4 -> 4:1: start 3 prefill; stop 3 decode"
 
 
 def test_new_workers_come_after_the_flips() -> None:

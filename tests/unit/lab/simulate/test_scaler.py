@@ -99,6 +99,28 @@ def test_an_answer_under_way_goes_on_elsewhere_and_waits_for_its_kv_alone(monkey
     assert [member.role for member in world.members.all] == [Role.PREFILL, Role.DECODE]
 
 
+def test_workers_of_different_pools_stop_and_start_instead_of_changing_their_roles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The prefill pool's workers have fewer blocks, and compute in half the time."""
+    ordering(monkeypatch, to(Sizes(1, 1), 10.0))
+    quick = replace(COSTS, steps=replace(COSTS.steps, s_per_token=COSTS.steps.s_per_token / 2))
+    placer = Fixed(RoutingDecision(computes=1, decodes=1))
+    scaling = Scaling(config=QUICK, objective=EASY, may_flip=False)
+    requests = trace(request(0.0, 20, 40), request(60.0, 20, 4, 9))
+    world = World(
+        requests, placer, shape(), COSTS, decode=2, of_prefill=(replace(shape(), num_blocks=7), quick), scaling=scaling
+    )
+    world.run()
+    found = [(each.role, each.state, each.worker.costs.steps.s_per_token) for each in world.members.all]
+    slow, fast = COSTS.of_prefill().steps.s_per_token, quick.of_prefill().steps.s_per_token
+    assert slow == 2 * fast
+    assert found[2:] == [(Role.PREFILL, WorkerState.READY, fast)]
+    assert sorted(state for _, state, _ in found[:2]) == [WorkerState.DEAD, WorkerState.READY]
+    assert {role for role, *_ in found[:2]} == {Role.DECODE}
+    assert [each.worker.load(world.now, each.state).blocks.total for each in world.members.all][2] == 7
+
+
 def test_prompts_that_wait_are_placed_again_and_their_deadlines_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker 0 computes a prompt from 0 s to 7 s, and another waits there; a third one is on worker 1."""
     ordering(monkeypatch, to(Sizes(1, 1), 5.0))

@@ -158,7 +158,7 @@ async def test_the_status_is_that_of_the_terminal_and_says_what_the_page_needs(t
     assert (status["version"], status["router"], status["not_ready"]) == (VERSION, "router-0", "no worker")
     assert status["takes_orders"] is True
     assert status["slo_classes"] == {"default": {"ttft_s": 0.5, "itl_s": 1.0, "e2e_s": None}}
-    assert status["pools"] == {"decode": {"desired": 2, "ready": 1}}
+    assert status["pools"] == {"decode": {"desired": 2, "ready": 1, "engine": []}}
 
 
 async def test_the_status_has_alerts_and_the_load_of_the_router(tmp_path: Path) -> None:
