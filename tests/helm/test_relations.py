@@ -442,6 +442,11 @@ RESTARTS: dict[str, set[str]] = {
     "router.replicas=5": set(),
     "pools.decode.maxReplicas=9": set(),
     "image.worker.tag=v2": {"head", "controller", "prefill", "decode"},
+    "pools.decode.image.tag=v2": {"decode"},
+    "pools.decode.sharedMemory=2Gi": {"decode"},
+    "pools.decode.engine.max_num_seqs=8": {"router", "controller", "decode"},
+    "pools.prefill.engine.kv_dtype=bfloat16": {"router", "controller", "prefill"},
+    "worker.maxSurge=50%": {"router", "controller"},
 }
 
 

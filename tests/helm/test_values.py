@@ -33,6 +33,15 @@ TYPOS = {
     "a key instead of its hash": ("router.tenants.inline.acme.key_sha256[0]=secret", ("key_sha256",)),
     "a range that is none": ("router.service.loadBalancerSourceRanges[0]=home", ("loadBalancerSourceRanges",)),
     "a time-out that is none": ("gateway.timeouts.request=long", ("gateway", "timeouts", "request")),
+    "a setting that pools have in common": (
+        "pools.decode.engine.block_size=32",
+        ("pools", "decode", "engine", "block_size"),
+    ),
+    "a pool's setting that is none": (
+        "pools.decode.engine.max_num_seqs=0",
+        ("pools", "decode", "engine", "max_num_seqs"),
+    ),
+    "a surge that is none": ("worker.maxSurge=101%", ("worker", "maxSurge")),
     "resources at the wrong place": ("router.resources.memory=1Gi", ("router", "resources", "memory")),
 }
 CONTRADICTIONS = {
@@ -81,7 +90,27 @@ CONTRADICTIONS = {
         "pools.decode.keda.enabled=true,pools.decode.keda.serverAddress=http://a,pools.decode.keda.threshold=2.0",
         "pools.decode.keda.threshold is 2.0, and the default query counts workers",
     ),
-    "unequal workers": ("pools.decode.gpu.count=1", "differ: a worker of either pool"),
+    "a pool on GPUs beside one on CPUs": (
+        "pools.decode.gpu.count=1",
+        "pools.prefill.gpu.count is 0 and pools.decode.gpu.count 1: the model of both pools is on GPUs, or on CPUs",
+    ),
+    "a rank of one pool without a GPU": (
+        "worker.gpu.count=1,pools.decode.gpu.count=2,pools.decode.engine.tensor_parallel=4",
+        "pools.decode.engine.tensor_parallel (4) is not pools.decode.gpu.count (2)",
+    ),
+    "ranks of both pools that fit one of them": (
+        "worker.gpu.count=1,pools.decode.gpu.count=2,config.engine.tensor_parallel=1",
+        "config.engine.tensor_parallel (1) is not pools.decode.gpu.count (2)",
+    ),
+    "an image for pods that are shared": (
+        "worker.perPod=2,pools.decode.image.tag=a",
+        "worker.perPod is 2, so both pools have the same pods: pools.decode.image has no effect",
+    ),
+    "a surge of nobody": ("worker.maxSurge=0", "set worker.updateStrategy=inPlace, or a worker.maxSurge of at least 1"),
+    "a volume of a Redis that is another's": (
+        "redis.enabled=false,redis.external.url=redis://a:1,redis.persistence.enabled=true",
+        "redis.persistence.enabled is set, but redis.enabled is false",
+    ),
     "a pool's own pods where they are shared": (
         "worker.perPod=2,pools.decode.nodeSelector.gpu=h100",
         "worker.perPod is 2, so both pools have the same pods: pools.decode.nodeSelector has no effect",

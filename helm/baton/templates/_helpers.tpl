@@ -172,6 +172,72 @@ karpenter.sh/do-not-disrupt: "true"
 {{- toYaml (mergeOverwrite (deepCopy $root.Values.worker) (deepCopy $own)) }}
 {{- end }}
 
+{{/* The image of a group's workers: a pool may have its own. (list group root) */}}
+{{- define "baton.workerImage" -}}
+{{- $root := index . 1 }}
+{{- $own := (get $root.Values.pools (index . 0) | default dict).image | default dict }}
+{{- $image := deepCopy $root.Values.image.worker }}
+{{- if and $own.tag (not $own.digest) }}
+{{- $_ := set $image "digest" "" }}
+{{- end }}
+{{- toYaml (mergeOverwrite $image (deepCopy $own)) }}
+{{- end }}
+
+{{/* Settings of `engine` of a pool's workers: those of both pools, and its own. The group `worker` has those of both pools.
+     (list group root) */}}
+{{- define "baton.poolEngine" -}}
+{{- $root := index . 1 }}
+{{- $common := $root.Values.config.engine | default dict }}
+{{- if eq (index . 0) "worker" }}
+{{- toJson (dict "common" $common "prefill" $root.Values.pools.prefill.engine "decode" $root.Values.pools.decode.engine) }}
+{{- else }}
+{{- toJson (mergeOverwrite (deepCopy $common) (deepCopy ((get $root.Values.pools (index . 0)).engine | default dict))) }}
+{{- end }}
+{{- end }}
+
+{{/* Whether the GPUs of a worker differ between the pools. */}}
+{{- define "baton.gpusDiffer" -}}
+{{- $counts := list }}
+{{- range $role := list "prefill" "decode" }}
+{{- $counts = append $counts ((include "baton.pool" (list $role $) | fromYaml).gpu.count | int) }}
+{{- end }}
+{{- if ne (first $counts) (last $counts) }}yes{{ end }}
+{{- end }}
+
+{{/* Section `pools` of the settings, as JSON: what differs between the pools. */}}
+{{- define "baton.poolsConfig" -}}
+{{- $pools := dict }}
+{{- range $role := list "prefill" "decode" }}
+{{- $engine := deepCopy ((get $.Values.pools $role).engine | default dict) }}
+{{- $own := dict }}
+{{- if include "baton.gpusDiffer" $ }}
+{{- $gpus := (include "baton.pool" (list $role $) | fromYaml).gpu.count | int }}
+{{- $_ := set $engine "tensor_parallel" $gpus }}
+{{- $_ := set $own "gpus_per_worker" $gpus }}
+{{- end }}
+{{- if $engine }}
+{{- $_ := set $own "engine" $engine }}
+{{- end }}
+{{- if $own }}
+{{- $_ := set $pools $role $own }}
+{{- end }}
+{{- end }}
+{{- toJson $pools }}
+{{- end }}
+
+{{/* How many workers may be there in addition, and may be missing, during a roll-out; as in a Deployment. */}}
+{{- define "baton.rollout" -}}
+{{- $unavailable := .Values.worker.maxUnavailable }}
+{{- if include "baton.inPlace" . }}
+{{- if has (toString $unavailable) (list "0" "0%") }}
+{{- $unavailable = 1 }}
+{{- end }}
+{{- toJson (dict "maxSurge" 0 "maxUnavailable" $unavailable) }}
+{{- else }}
+{{- toJson (dict "maxSurge" .Values.worker.maxSurge "maxUnavailable" $unavailable) }}
+{{- end }}
+{{- end }}
+
 {{/* Pods of the group `worker` that have room for so many workers. (list workers root) */}}
 {{- define "baton.podsFor" -}}
 {{- $perPod := (index . 1).Values.worker.perPod | int }}
@@ -242,7 +308,7 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if and $values.redis.external.url $values.redis.external.existingSecret }}
 {{- fail "set redis.external.url or redis.external.existingSecret, not both" }}
 {{- end }}
-{{- range $name, $value := dict "passwords.existingSecret" $values.redis.passwords.existingSecret "tls" $values.redis.tls }}
+{{- range $name, $value := dict "passwords.existingSecret" $values.redis.passwords.existingSecret "tls" $values.redis.tls "persistence.enabled" $values.redis.persistence.enabled }}
 {{- if and $value (not $values.redis.enabled) }}
 {{- fail (printf "redis.%s is set, but redis.enabled is false: it is for the chart's own Redis; put the password of yours into the URL in redis.external.existingSecret" $name) }}
 {{- end }}
@@ -257,6 +323,9 @@ karpenter.sh/do-not-disrupt: "true"
 {{- include "baton.validateNetwork" . }}
 {{- include "baton.validateLabels" . }}
 {{- include "baton.validateDevices" . }}
+{{- if and (not (include "baton.inPlace" .)) (has (toString $values.worker.maxSurge) (list "0" "0%")) }}
+{{- fail "worker.maxSurge is 0, and worker.updateStrategy surge starts a new worker before an old one leaves: set worker.updateStrategy=inPlace, or a worker.maxSurge of at least 1" }}
+{{- end }}
 {{- if and (eq $values.modelCache.type "hostPath") (not $values.modelCache.hostPath) }}
 {{- fail "modelCache.type is hostPath: set modelCache.hostPath to a folder of the nodes" }}
 {{- end }}
@@ -320,6 +389,10 @@ karpenter.sh/do-not-disrupt: "true"
 {{- fail (printf "pools.%s has an autoscaler, so pools.%s.minReplicas must be at least 1: an empty pool shows no demand" $role $role) }}
 {{- end }}
 {{- $_ := set $gpus $role ($pool.gpu.count | int) }}
+{{- include "baton.validateRanks" (list $role $) }}
+{{- if and (gt ($values.worker.perPod | int) 1) (index $values.pools $role).image }}
+{{- fail (printf "worker.perPod is %v, so both pools have the same pods: pools.%s.image has no effect; set image.worker" $values.worker.perPod $role) }}
+{{- end }}
 {{- if gt ($values.worker.perPod | int) 1 }}
 {{- range $name, $_ := $values.worker }}
 {{- if hasKey (index $values.pools $role) $name }}
@@ -328,12 +401,8 @@ karpenter.sh/do-not-disrupt: "true"
 {{- end }}
 {{- end }}
 {{- end }}
-{{- $ranks := dig "engine" "tensor_parallel" $gpus.decode $values.config | int }}
-{{- if and $gpus.decode (ne $ranks $gpus.decode) }}
-{{- fail (printf "config.engine.tensor_parallel (%d) is not worker.gpu.count (%d): each rank of a worker has one GPU" $ranks $gpus.decode) }}
-{{- end }}
-{{- if ne $gpus.prefill $gpus.decode }}
-{{- fail (printf "pools.prefill.gpu.count (%d) and pools.decode.gpu.count (%d) differ: a worker of either pool may take the other's role" $gpus.prefill $gpus.decode) }}
+{{- if and (ne $gpus.prefill $gpus.decode) (not (and $gpus.prefill $gpus.decode)) }}
+{{- fail (printf "pools.prefill.gpu.count is %d and pools.decode.gpu.count %d: the model of both pools is on GPUs, or on CPUs (config.model.device)" $gpus.prefill $gpus.decode) }}
 {{- end }}
 {{- end }}
 
@@ -360,12 +429,26 @@ karpenter.sh/do-not-disrupt: "true"
 {{- end }}
 {{- end }}
 
+{{/* (list role root) */}}
+{{- define "baton.validateRanks" -}}
+{{- $role := index . 0 }}
+{{- $root := index . 1 }}
+{{- $gpus := (include "baton.pool" . | fromYaml).gpu.count | int }}
+{{- $own := (get $root.Values.pools $role).engine | default dict }}
+{{- $ranks := get (include "baton.poolEngine" . | fromJson) "tensor_parallel" | default $gpus | int }}
+{{- if and $gpus (ne $ranks $gpus) }}
+{{- $of := hasKey ((get $root.Values.pools $role).gpu | default dict) "count" | ternary (printf "pools.%s" $role) "worker" }}
+{{- $set := hasKey $own "tensor_parallel" | ternary (printf "pools.%s" $role) "config" }}
+{{- fail (printf "%s.engine.tensor_parallel (%d) is not %s.gpu.count (%d): each rank of a worker has one GPU. Set pools.%s.gpu.count to the ranks, and no tensor_parallel: the chart derives it" $set $ranks $of $gpus $role) }}
+{{- end }}
+{{- end }}
+
 {{/* What workers compute on. */}}
 {{- define "baton.validateDevices" -}}
 {{- $device := dig "model" "device" "auto" .Values.config }}
 {{- range $role := list "prefill" "decode" }}
 {{- $pool := include "baton.pool" (list $role $) | fromYaml }}
-{{- $engine := $.Values.config.engine | default dict }}
+{{- $engine := include "baton.poolEngine" (list $role $) | fromJson }}
 {{- $ranks := get $engine "tensor_parallel" | default 1 | int }}
 {{- if not $pool.gpu.count }}
 {{- if hasPrefix "cuda" $device }}
@@ -452,8 +535,15 @@ karpenter.sh/do-not-disrupt: "true"
 {{- define "baton.config" -}}
 {{- $full := include "baton.fullname" . }}
 {{- $config := deepCopy .Values.config }}
-{{- $gpus := (include "baton.pool" (list "decode" .) | fromYaml).gpu.count | int }}
+{{- $gpus := include "baton.gpusDiffer" . | empty | ternary ((include "baton.pool" (list "decode" .) | fromYaml).gpu.count | int) 0 }}
+{{- $rollout := include "baton.rollout" . | fromJson }}
+{{- $unavailable := $rollout.maxUnavailable }}
+{{- if not (hasSuffix "%" (toString $unavailable)) }}
+{{- $unavailable = mul $unavailable .Values.worker.perPod }}
+{{- end }}
 {{- $cluster := dict
+  "max_surge" ($rollout.maxSurge | toString)
+  "max_unavailable" ($unavailable | toString)
   "name" $full
   "prefill" (.Values.pools.prefill.initialReplicas | int)
   "decode" (.Values.pools.decode.initialReplicas | int)
@@ -484,6 +574,9 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if $gpus }}
 {{- $_ := set $set "engine" (dict "tensor_parallel" $gpus) }}
 {{- end }}
+{{- with include "baton.poolsConfig" . | fromJson }}
+{{- $_ := set $set "pools" . }}
+{{- end }}
 {{- if .Values.redis.external.url }}
 {{- $_ := set $set "index" (dict "redis_url" .Values.redis.external.url) }}
 {{- end }}
@@ -512,14 +605,16 @@ karpenter.sh/do-not-disrupt: "true"
 {{- end }}
 {{- end }}
 
-{{/* What a worker reads. When only another section changes, workers need not restart. */}}
+{{/* What a pool's worker reads. When only another section or the other pool's engine changes, workers need not restart.
+     (list group root) */}}
 {{- define "baton.workerConfigChecksum" -}}
-{{- printf "%s%s" (pick .Values.config "model" "engine" "transfer" "index" "telemetry" "testing" | toJson) (include "baton.tlsSecretName" .) | sha256sum }}
+{{- $root := index . 1 }}
+{{- printf "%s%s%s" (pick $root.Values.config "model" "transfer" "index" "telemetry" "testing" | toJson) (include "baton.poolEngine" .) (include "baton.tlsSecretName" $root) | sha256sum }}
 {{- end }}
 
 {{/* What the controller reads, and hands to workers. */}}
 {{- define "baton.controllerConfigChecksum" -}}
-{{- printf "%s%s%s" (omit .Values.config "router" | toJson) (include "baton.tlsSecretName" .) (include "baton.inPlace" .) | sha256sum }}
+{{- printf "%s%s%s%s%s" (omit .Values.config "router" | toJson) (include "baton.poolsConfig" .) (include "baton.tlsSecretName" .) (include "baton.inPlace" .) (include "baton.rollout" .) | sha256sum }}
 {{- end }}
 
 {{/* Pods */}}

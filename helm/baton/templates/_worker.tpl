@@ -6,6 +6,7 @@
 {{- $pool := include "baton.pool" . | fromYaml }}
 {{- $kuberay := eq $root.Values.orchestrator "kuberay" }}
 {{- $isShared := eq $role "worker" }}
+{{- $image := include "baton.workerImage" . | fromYaml }}
 {{- $labels := $isShared | ternary (dict) (dict "baton.dev/pool" $role) }}
 {{- $labels = merge $labels $pool.podLabels }}
 {{- $resources := include "baton.withDisk" (list (include "baton.workerResources" $pool | fromYaml) "weights" $root) | fromYaml }}
@@ -14,7 +15,7 @@ metadata:
   labels:
     {{- include "baton.podLabels" (list $role $labels $root) | nindent 4 }}
   annotations:
-    checksum/config: {{ include "baton.workerConfigChecksum" $root }}
+    checksum/config: {{ include "baton.workerConfigChecksum" . }}
     {{- if $kuberay }}
     ray.io/overwrite-container-cmd: "true" # KubeRay's own command is in KUBERAY_GEN_RAY_START_CMD
     {{- end }}
@@ -27,7 +28,7 @@ spec:
     {{- include "baton.initContainers" (dict
         "part" "worker"
         "members" (dict "keys" "worker" "operator-keys" "operator")
-        "image" $root.Values.image.worker
+        "image" $image
         "env" (include "baton.workerEnv" $root)
         "mounts" (include "baton.rayMounts" $root)
         "resources" $resources
@@ -36,8 +37,8 @@ spec:
         "root" $root) | nindent 4 }}
   containers:
     - name: worker
-      image: {{ include "baton.image" (list $root.Values.image.worker $root) | quote }}
-      imagePullPolicy: {{ $root.Values.image.worker.pullPolicy }}
+      image: {{ include "baton.image" (list $image $root) | quote }}
+      imagePullPolicy: {{ $image.pullPolicy }}
       command:
         {{- include "baton.nodeProcess" $root | nindent 8 }}
         {{- if $kuberay }}
