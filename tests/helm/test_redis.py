@@ -245,7 +245,7 @@ PERSISTENT = Values(sets=("redis.persistence.enabled=true",))
 
 
 def test_accounts_outlive_the_server_and_nothing_else_does(tmp_path: Path) -> None:
-    """Leases and the index of before lack what was written last: they go with the boot token, and members begin anew."""
+    """Leases and the index of before lack what was written last: they go with the boot token, and all begin anew."""
     objects = render(PERSISTENT)
     binary, path = redis7.binary(), f"{redis7.client().parent}:{os.environ['PATH']}"
     kept = {KEYS.account("acme"), KEYS.usage("acme", "r"), KEYS.adapters, KEYS.history(1), KEYS.held}
