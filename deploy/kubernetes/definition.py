@@ -80,15 +80,14 @@ def apply(definition: bytes, access: ApiAccess, num_tries: int = NUM_TRIES) -> N
     name = yaml.safe_load(definition)["metadata"]["name"]
     path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}?fieldManager={MANAGER}&force=true"
     try:
-        call(access, "PATCH", path, definition, content_type="application/apply-patch+yaml", num_tries=num_tries)
+        call(access, f"PATCH {path}", definition, content_type="application/apply-patch+yaml", num_tries=num_tries)
     except Refused as error:
         raise BatonError(f"Kubernetes refuses the definition {name}: {error}") from error
 
 
 def call(
     access: ApiAccess,
-    method: str,
-    path: str,
+    request_line: str,
     body: bytes | None = None,
     *,
     content_type: str = "application/json",
@@ -96,10 +95,14 @@ def call(
 ) -> bytes:
     """Send a request to the API server, again if it is busy, and return the body of its response.
 
+    Args:
+        request_line: method and path, such as `GET /version`.
+
     Raises:
         StoreUnavailable: the API server does not answer after all retries.
         Refused: it refuses; the message gives the reason.
     """
+    method, _, path = request_line.partition(" ")
     request = urllib.request.Request(
         f"{access.url}{path}",
         data=body,

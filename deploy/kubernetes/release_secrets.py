@@ -63,12 +63,12 @@ def ensure(wanted: WantedSecret, namespace: str, access: ApiAccess) -> str:
     """
     path = f"/api/v1/namespaces/{namespace}/secrets"
     try:
-        found = json.loads(call(access, "GET", f"{path}/{wanted.name}"))
+        found = json.loads(call(access, f"GET {path}/{wanted.name}"))
     except Refused as error:
         if error.code != NOT_FOUND:
             raise
         try:
-            call(access, "POST", path, json.dumps(wanted.fresh(namespace)).encode())
+            call(access, f"POST {path}", json.dumps(wanted.fresh(namespace)).encode())
             return "created"
         except Refused as refused:
             if refused.code != CONFLICT:
@@ -80,7 +80,7 @@ def ensure(wanted: WantedSecret, namespace: str, access: ApiAccess) -> str:
         return "kept"
     change = {"metadata": {"annotations": {**wanted.annotations}}, "data": wanted.values(missing)}
     body = json.dumps(change).encode()
-    call(access, "PATCH", f"{path}/{wanted.name}", body, content_type="application/merge-patch+json")
+    call(access, f"PATCH {path}/{wanted.name}", body, content_type="application/merge-patch+json")
     return f"kept, with new values of {', '.join(sorted(missing))}" if missing else "kept"
 
 

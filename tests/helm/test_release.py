@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from lightkube.types import PatchType
 
 from tests.fakekube.apiserver import RunningApi, running_api
 from tests.fakekube.store import Key, Object, Resource
-from tests.helm.chart import CHART, MAJORS, MATRIX, NAMESPACE, Values, jobs, of_kind, render
+from tests.helm.chart import CHART, MAJORS, MATRIX, MONITORING, NAMESPACE, Values, jobs, of_kind, render
 from tests.kube.commands import CommandFailed, Commands
 
 pytestmark = pytest.mark.integration
@@ -161,6 +162,27 @@ def test_secrets_are_created_once_by_what_may_do_no_more(api: RunningApi, comman
     ):
         with pytest.raises(CommandFailed, match="orbidden"):
             stranger.kubectl(*forbidden)
+
+
+def test_what_helm_stores_of_a_release_is_far_from_the_limit(api: RunningApi, commands: Commands) -> None:
+    """Kubernetes takes Secrets of 1 MiB. With all dashboards and rules."""
+    install(commands, *MONITORING)
+    stored = api.store.get(Key(SECRETS, NAMESPACE, "sh.helm.release.v1.baton.v1"))
+    assert 100_000 < len(base64.b64decode(stored["data"]["release"])) < 600_000
+
+
+def test_the_controller_s_patches_are_limited_where_kubernetes_can(api: RunningApi, commands: Commands) -> None:
+    install(commands)
+    (policy,) = api.store.objects(Resource("admissionregistration.k8s.io", "validatingadmissionpolicies"))
+    (binding,) = api.store.objects(Resource("admissionregistration.k8s.io", "validatingadmissionpolicybindings"))
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    (condition,) = policy["spec"]["matchConditions"]
+    assert f'"system:serviceaccount:{NAMESPACE}:baton-controller"' in condition["expression"]
+    assert binding["spec"]["validationActions"] == ["Deny"]
+    labels = binding["spec"]["matchResources"]["namespaceSelector"]["matchLabels"]
+    assert labels == {"kubernetes.io/metadata.name": NAMESPACE}
+    text = " ".join(each["expression"] for each in policy["spec"]["validations"])
+    assert all(part in text for part in ("== 'baton'", "object.spec == oldObject.spec", "labels", "ownerReferences"))
 
 
 def test_a_rayclusters_live_sizes_are_kept(api: RunningApi, commands: Commands) -> None:

@@ -106,6 +106,14 @@ CONTRADICTIONS = {
         "worker.perPod=2,pools.decode.image.tag=a",
         "worker.perPod is 2, so both pools have the same pods: pools.decode.image has no effect",
     ),
+    "TLS to routers that speak plain text": (
+        "gateway.backendTLS.caConfigMap=ca",
+        "gateway.backendTLS.caConfigMap is set, and the routers speak plain text",
+    ),
+    "an autoscaler of routers without a metric": (
+        "router.autoscaling.enabled=true,router.autoscaling.targetCPUUtilizationPercentage=0",
+        "router.autoscaling has no metric",
+    ),
     "a surge of nobody": ("worker.maxSurge=0", "set worker.updateStrategy=inPlace, or a worker.maxSurge of at least 1"),
     "a volume of a Redis that is another's": (
         "redis.enabled=false,redis.external.url=redis://a:1,redis.persistence.enabled=true",

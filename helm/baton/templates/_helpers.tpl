@@ -352,7 +352,7 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if and $values.router.autoscaling.enabled (gt ($values.router.autoscaling.minReplicas | int) ($values.router.autoscaling.maxReplicas | int)) }}
 {{- fail (printf "router.autoscaling.minReplicas (%v) exceeds router.autoscaling.maxReplicas (%v)" $values.router.autoscaling.minReplicas $values.router.autoscaling.maxReplicas) }}
 {{- end }}
-{{- if and $values.router.autoscaling.enabled (not (dig "requests" "cpu" "" $values.router.resources)) }}
+{{- if and $values.router.autoscaling.enabled $values.router.autoscaling.targetCPUUtilizationPercentage (not (dig "requests" "cpu" "" $values.router.resources)) }}
 {{- fail "router.autoscaling.enabled needs router.resources.requests.cpu, of which it measures the use" }}
 {{- end }}
 {{- $name := include "baton.poolName" (list "decode" .) }}
@@ -493,6 +493,13 @@ karpenter.sh/do-not-disrupt: "true"
 
 {{- define "baton.validateNetwork" -}}
 {{- $values := .Values }}
+{{- if and $values.gateway.backendTLS.caConfigMap (not (include "baton.tlsSecretName" .)) }}
+{{- fail "gateway.backendTLS.caConfigMap is set, and the routers speak plain text: set tls.issuer.name or tls.existingSecret" }}
+{{- end }}
+{{- $hpa := $values.router.autoscaling }}
+{{- if and $hpa.enabled (not $hpa.targetCPUUtilizationPercentage) (not $hpa.metrics) }}
+{{- fail "router.autoscaling has no metric: set router.autoscaling.targetCPUUtilizationPercentage or router.autoscaling.metrics" }}
+{{- end }}
 {{- range $name := list "worker" "router" "controller" "head" }}
 {{- if and (get $values $name).hostNetwork $values.networkPolicy.enabled }}
 {{- fail (printf "%s.hostNetwork: NetworkPolicies do not know pods on their node's network, and would cut them off; set networkPolicy.enabled=false" $name) }}

@@ -24,6 +24,10 @@ spec:
   {{- include "baton.podCommon" (list (include "baton.account" (list "" $root)) false $root) | nindent 2 }}
   {{- include "baton.scheduling" (list $pool $role $root) | nindent 2 }}
   terminationGracePeriodSeconds: {{ include "baton.workerGrace" . }}
+  {{- with $pool.resourceClaims }}
+  resourceClaims:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   initContainers:
     {{- include "baton.initContainers" (dict
         "part" "worker"
@@ -100,13 +104,21 @@ spec:
 {{/* With the pod's GPUs and RDMA devices. Kubernetes takes the limit of a device as its request. */}}
 {{- define "baton.workerResources" -}}
 {{- $devices := dict }}
-{{- if .gpu.count }}
+{{- if and .gpu.count .gpu.resource }}
 {{- $_ := set $devices .gpu.resource (include "baton.podGpus" . | int) }}
 {{- end }}
 {{- if .rdma.enabled }}
 {{- $_ := set $devices .rdma.resource (.rdma.count | int) }}
 {{- end }}
-{{- toYaml (mergeOverwrite (deepCopy .resources) (dict "limits" $devices)) }}
+{{- $claims := list }}
+{{- range .resourceClaims }}
+{{- $claims = append $claims (dict "name" .name) }}
+{{- end }}
+{{- $resources := mergeOverwrite (deepCopy .resources) (dict "limits" $devices) }}
+{{- if $claims }}
+{{- $_ := set $resources "claims" $claims }}
+{{- end }}
+{{- toYaml $resources }}
 {{- end }}
 
 {{/* RDMA pins memory. Linux gives an added capability effect for root alone; others need the runtime's memlock limit. */}}
