@@ -14,13 +14,15 @@ import yaml
 from lightkube import Client, KubeConfig
 from lightkube.core.exceptions import ApiError
 from lightkube.generic_resource import create_namespaced_resource
+from lightkube.models.core_v1 import ObjectReference
+from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.apps_v1 import Deployment
-from lightkube.resources.core_v1 import Pod
+from lightkube.resources.core_v1 import Event, Pod
 from lightkube.types import PatchType
 
 from tests.fakekube.apiserver import RunningApi, running_api
 from tests.fakekube.store import Key, Object, Resource
-from tests.helm.chart import CHART, MAJORS, MATRIX, MONITORING, NAMESPACE, Values, jobs, of_kind, render
+from tests.helm.chart import CHART, MAJORS, MATRIX, NAMESPACE, Values, jobs, of_kind, render
 from tests.kube.commands import CommandFailed, Commands
 
 pytestmark = pytest.mark.integration
@@ -166,7 +168,7 @@ def test_secrets_are_created_once_by_what_may_do_no_more(api: RunningApi, comman
 
 def test_what_helm_stores_of_a_release_is_far_from_the_limit(api: RunningApi, commands: Commands) -> None:
     """Kubernetes takes Secrets of 1 MiB. With all dashboards and rules."""
-    install(commands, *MONITORING)
+    install(commands, "monitoring.dashboards.enabled=true")  # the largest objects
     stored = api.store.get(Key(SECRETS, NAMESPACE, "sh.helm.release.v1.baton.v1"))
     assert 100_000 < len(base64.b64decode(stored["data"]["release"])) < 600_000
 
@@ -227,6 +229,8 @@ def test_the_controller_may_do_what_it_does_and_no_more(api: RunningApi, command
             set_nodes(client, f"baton-{name}", 2)
             assert pool(api, name)["status"] == {"replicas": 2}
         assert list(client.list(Pod)) == []
+        involved = ObjectReference(kind="ServingPool", name="baton-decode", namespace=NAMESPACE)
+        client.create(Event(metadata=ObjectMeta(name="a", namespace=NAMESPACE), involvedObject=involved))
         kind, _ = next(iter(client.watch(ServingPool, server_timeout=5)))
         assert kind == "ADDED"
         with pytest.raises(ApiError, match="orbidden"):

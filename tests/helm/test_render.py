@@ -143,5 +143,5 @@ def test_every_field_of_serving_pools_that_the_controller_writes_is_defined() ->
 def test_only_what_is_asked_for_needs_an_operator() -> None:
     ours = {"baton.dev/v1alpha1"}
     groups = {each["apiVersion"] for each in render() if "." in each["apiVersion"].partition("/")[0]} - ours
-    assert groups == {"rbac.authorization.k8s.io/v1", "networking.k8s.io/v1"}
+    assert groups == {"rbac.authorization.k8s.io/v1", "networking.k8s.io/v1", "admissionregistration.k8s.io/v1"}
     assert of_kind(render(MATRIX["kuberay"]), "RayCluster")
