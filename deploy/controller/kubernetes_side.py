@@ -17,6 +17,7 @@ from baton.cluster import Role
 from baton.config import KubernetesConfig
 from baton.errors import ConfigError, StoreUnavailable
 from deploy.controller.controller import Controller
+from deploy.kubernetes.budgets import Budgets
 from deploy.kubernetes.node_plan import NodeLayout, NodePod
 from deploy.kubernetes.nodes import WorkerNodes
 from deploy.kubernetes.pools import ServingPools
@@ -55,6 +56,10 @@ class Kubernetes:
                 layout = NodeLayout(deployments, self._config.workers_per_pod)
                 nodes = WorkerNodes(self._client, self._config.namespace, layout)
                 tasks.create_task(_keep_nodes(nodes, controller, self._pools), name="nodes")
+            budgets = {Role.PREFILL: self._config.prefill_budget, Role.DECODE: self._config.decode_budget}
+            if budgets := {role: name for role, name in budgets.items() if name}:
+                kept = Budgets(self._client, self._config.namespace, budgets, self._config.workers_per_pod)
+                tasks.create_task(_keep_budgets(kept, controller), name="budgets")
 
     async def _follow(self, controller: Controller) -> None:
         async with aclosing(self._pools.follow()) as specs:
@@ -80,6 +85,16 @@ async def _keep_nodes(nodes: WorkerNodes, controller: Controller, pools: Serving
             await nodes.keep(found, controller.state.desired, controller.placed_workers())
         except (ApiError, httpx2.HTTPError, OSError) as error:
             logger.warning("the worker nodes cannot be kept: %s; trying again", error)
+        await asyncio.sleep(NODES_TICK_S)
+
+
+async def _keep_budgets(budgets: Budgets, controller: Controller) -> None:
+    """Keep the budgets of pods without a Deployment. While Kubernetes does not answer, they stay as they are."""
+    while True:
+        try:
+            await budgets.keep(controller.state.desired)
+        except (ApiError, httpx2.HTTPError, OSError) as error:
+            logger.warning("the disruption budgets cannot be kept: %s; trying again", error)
         await asyncio.sleep(NODES_TICK_S)
 
 

@@ -12,4 +12,4 @@ node_plan        computes how many pods should be Ray nodes, if plain Deployment
 nodes            reads and changes those Deployments
 """
 
-__all__ = ["definition", "events", "node_plan", "nodes", "pools", "release_secrets", "serving_pool"]
+__all__ = ["budgets", "definition", "events", "node_plan", "nodes", "pools", "release_secrets", "serving_pool"]

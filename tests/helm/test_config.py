@@ -359,3 +359,29 @@ def test_the_job_that_fetches_models_knows_those_of_each_pool() -> None:
     values = {variable["name"]: variable.get("value") for variable in job.containers[0]["env"]}
     assert json.loads(values["BATON_POOLS_DECODE"] or "") == {"engine": {"draft_model": "org/other"}}
     assert "BATON_POOLS_PREFILL" not in values
+
+
+@pytest.mark.parametrize(
+    ("values", "budgets"),
+    [
+        (MATRIX["kuberay"], {"prefill": "baton-prefill", "decode": "baton-decode"}),
+        (MATRIX["gpu-node-kuberay"], {"prefill": "baton-worker", "decode": "baton-worker"}),
+        (MATRIX["defaults"], {"prefill": "", "decode": ""}),
+        (
+            Values(sets=("orchestrator=kuberay", "pools.decode.podDisruptionBudget.enabled=false")),
+            {"prefill": "baton-prefill", "decode": ""},
+        ),
+    ],
+)
+def test_the_controller_keeps_the_budgets_that_kubernetes_cannot_count(
+    values: Values, budgets: dict[str, str], tmp_path: Path
+) -> None:
+    """Of a RayCluster's pods. It may write those and no others."""
+    objects = render(values)
+    (container,) = (each for each in pod_of(objects, "controller").containers if each["name"] == "controller")
+    kubernetes = loaded(objects, container, tmp_path).kubernetes
+    assert {"prefill": kubernetes.prefill_budget, "decode": kubernetes.decode_budget} == budgets
+    rules = the(objects, "Role", "baton-controller")["rules"]
+    allowed = [rule["resourceNames"] for rule in rules if rule["resources"] == ["poddisruptionbudgets"]]
+    assert allowed == ([sorted(names, reverse=True)] if (names := {*budgets.values()} - {""}) else [])
+    assert names <= {each["metadata"]["name"] for each in of_kind(objects, "PodDisruptionBudget")}

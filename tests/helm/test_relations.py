@@ -150,6 +150,7 @@ def test_the_role_names_what_is_there_and_asks_for_nothing_of_the_cluster_s(valu
             }
         ]
     kinds = {"servingpools": "ServingPool", "deployments": "Deployment", "secrets": "Secret"}
+    kinds["poddisruptionbudgets"] = "PodDisruptionBudget"
     for role in of_kind(objects, "Role"):
         for rule in role["rules"]:
             assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]

@@ -225,6 +225,19 @@ karpenter.sh/do-not-disrupt: "true"
 {{- toJson $pools }}
 {{- end }}
 
+{{/* The disruption budget of a pool's pods, which may be that of both pools; empty: it has none. (list role root) */}}
+{{- define "baton.poolBudget" -}}
+{{- $root := index . 1 }}
+{{- $pools := $root.Values.pools }}
+{{- if gt (int $root.Values.worker.perPod) 1 }}
+{{- if or $pools.prefill.podDisruptionBudget.enabled $pools.decode.podDisruptionBudget.enabled }}
+{{- include "baton.fullname" $root }}-worker
+{{- end }}
+{{- else if (get $pools (index . 0)).podDisruptionBudget.enabled }}
+{{- include "baton.fullname" $root }}-{{ index . 0 }}
+{{- end }}
+{{- end }}
+
 {{/* How many workers may be there in addition, and may be missing, during a roll-out; as in a Deployment. */}}
 {{- define "baton.rollout" -}}
 {{- $unavailable := .Values.worker.maxUnavailable }}
@@ -571,6 +584,13 @@ karpenter.sh/do-not-disrupt: "true"
 {{- $groups := include "baton.workerGroups" . | splitList " " }}
 {{- $_ := set $kubernetes "prefill_deployment" (printf "%s-%s" $full (first $groups)) }}
 {{- $_ := set $kubernetes "decode_deployment" (printf "%s-%s" $full (last $groups)) }}
+{{- end }}
+{{- if eq .Values.orchestrator "kuberay" }}
+{{- range $role := list "prefill" "decode" }}
+{{- with include "baton.poolBudget" (list $role $) }}
+{{- $_ := set $kubernetes (printf "%s_budget" $role) . }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- $telemetry := dict "host" (include "baton.listenHost" .) "port" 9464 }}
 {{- $given := .Values.config.telemetry | default dict }}
