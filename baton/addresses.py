@@ -36,6 +36,11 @@ def host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
+def address_of(host: str, port: int) -> str:
+    """Return `host:port`, with an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def grpc_target(address: str) -> str:
     """Return `host:port` as gRPC's target, which gRPC always resolves as a name and a port."""
     return "dns:///" + address.replace("%", "%25")

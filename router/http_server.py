@@ -160,9 +160,8 @@ def bound(host: str, port: int, shares_port: bool) -> list[socket.socket]:
     """
     sockets: list[socket.socket] = []
     try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
             sockets.append(opened := socket.socket(family, kind, protocol))
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if sys.platform == "linux":  # accepted connections inherit it
@@ -170,7 +169,8 @@ def bound(host: str, port: int, shares_port: bool) -> list[socket.socket]:
             if shares_port:
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
-                opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                # `::` alone stands for the addresses of both families; a name has a socket for each.
+                opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(len(found) > 1))
             opened.bind(address)
     except OSError as error:
         for opened in sockets:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton import garbage
+from baton.addresses import address_of
 from baton.api import ModelCard
 from baton.blocks import content_id
 from baton.cluster import VERSION, Role, RouterInfo, ServedModel
@@ -400,8 +401,8 @@ def _announcement(config: Config, grpc_port: int) -> RouterInfo:
     return RouterInfo(
         id=config.router.id,
         pid=os.getpid(),
-        grpc=f"{host}:{grpc_port}",
-        http=f"{host}:{config.cluster.http_port}",
+        grpc=address_of(host, grpc_port),
+        http=address_of(host, config.cluster.http_port),
         mirror_lag_s=0.0,
         version=VERSION,
     )

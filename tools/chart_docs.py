@@ -44,8 +44,10 @@ SET_BY_CHART = {
 CHART_SECTIONS = {"kubernetes", "pools"}
 UNLISTED = {field.name for field in fields(Config) if not is_listed(Config, field.name)}
 """Sections that the chart takes and its README does not name."""
-ONE_VALUE = {"resources"}
+ONE_VALUE = {"resources", "imagePart"}
 """Definitions of the schema that get one line in the table."""
+ONE_NAME = {"pools.ROLE.engine"}
+"""Values that get one line."""
 
 Schema = dict[str, Any]
 
@@ -66,6 +68,19 @@ def config_schema() -> Schema:
         "additionalProperties": False,
         "required": ["model", "router", "cluster"],
         "properties": sections,
+    }
+
+
+def pool_engine_schema(schema: Schema) -> Schema:
+    """Schema of the value `pools.ROLE.engine`: the settings of `config.engine` that may differ between the pools."""
+    settings = schema["properties"]["config"]["properties"]["engine"]["properties"]
+    return {
+        "additionalProperties": False,
+        "properties": {
+            name: {key: value for key, value in each.items() if key != "default"}
+            for name, each in settings.items()
+            if name in config.POOL_SETTINGS
+        },
     }
 
 
@@ -125,6 +140,8 @@ def schema_text(text: str) -> str:
     """values.schema.json with today's settings."""
     schema = json.loads(text)
     schema["properties"]["config"] = config_schema()
+    for pool in schema["properties"]["pools"]["properties"].values():
+        pool["properties"]["engine"] |= pool_engine_schema(schema)
     return json.dumps(schema, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -152,7 +169,7 @@ def _rows(name: str, value: Schema, default: Any, schema: Schema) -> Iterator[st
     value = _resolved(value, schema)
     if name.removeprefix("config.") in UNLISTED:
         return
-    if "properties" in value and definition not in ONE_VALUE:
+    if "properties" in value and definition not in ONE_VALUE and name not in ONE_NAME:
         inner = default if isinstance(default, dict) else {}
         for key, item in value["properties"].items():
             if name == "pools" and key == "decode":

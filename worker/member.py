@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from baton import wire
+from baton.addresses import address_of
 from baton.blocks import content_id
 from baton.cluster import MAX_LISTED_ADAPTERS, VERSION, Role, WorkerInfo, WorkerLoad, WorkerState, fallback
 from baton.config import Config
@@ -233,7 +234,7 @@ class Member:
         return WorkerInfo(
             id=self.worker_id,
             role=self._role,
-            address=f"{self.host}:{port}",
+            address=address_of(self.host, port),
             pid=os.getpid(),
             node=socket.gethostname(),
             epoch=epoch,

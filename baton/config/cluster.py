@@ -169,6 +169,11 @@ class KubernetesConfig:
     decode_deployment: String = ""
     """Deployment whose pods are the Ray nodes of decode workers; it may be the same as `prefill_deployment`. Empty: as
     for `prefill_deployment`."""
+    prefill_budget: String = ""
+    """PodDisruptionBudget of the pods of prefill workers, if no Deployment creates them: the controller keeps its
+    `minAvailable` at one less than the number of pods that the pool needs. Empty: none."""
+    decode_budget: String = ""
+    """PodDisruptionBudget of the pods of decode workers; it may be the same as `prefill_budget`. Empty: none."""
     workers_per_pod: AtLeastOne = 1
     """Number of workers that fit into one pod of those Deployments."""
     in_place: Switch = False

@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton.addresses import grpc_target
+from baton.addresses import address_of, grpc_target
 from baton.errors import ConfigError
 from baton.rpc.arrivals import MESSAGE_S, Arrivals
 from baton.rpc.errors import ErrorInterceptor, MalformedCount
@@ -162,12 +162,13 @@ class RpcServer:
         Raises:
             ConfigError: the port is in use or the host does not belong to this machine.
         """
+        address = address_of(host, port)
         try:
             if tls is not None:
-                return self.server.add_secure_port(f"{host}:{port}", tls.server_credentials())
-            return self.server.add_insecure_port(f"{host}:{port}")
+                return self.server.add_secure_port(address, tls.server_credentials())
+            return self.server.add_insecure_port(address)
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}; is another program using the port?") from error
+            raise ConfigError(f"cannot listen on {address}; is another program using the port?") from error
 
     async def start(self) -> None:
         await self.server.start()

@@ -7,6 +7,7 @@ import json
 import time
 
 from baton import config as baton_config
+from baton.addresses import address_of
 from baton.errors import ConfigError, InvalidRequest
 from baton.tls import Tls, own_endpoint_tls
 from deploy.cli.doctor_options import DoctorOptions
@@ -48,7 +49,7 @@ def _checks(options: DoctorOptions) -> list[Check]:
     if options.model:
         model = dataclasses.replace(settings.model, id=options.model)
         return model_checks(dataclasses.replace(settings, model=model))
-    address = options.address or f"{settings.cluster.host}:{settings.cluster.grpc_port}"
+    address = options.address or address_of(settings.cluster.host, settings.cluster.grpc_port)
     access = Access(options.api_key, _endpoint(settings, options))
     end_s = time.monotonic() + options.wait_s
     while True:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 import httpx2
@@ -16,7 +17,8 @@ from baton.cluster import Role
 from baton.config import KubernetesConfig
 from baton.errors import ConfigError, StoreUnavailable
 from deploy.controller.controller import Controller
-from deploy.kubernetes.node_plan import NodeLayout
+from deploy.kubernetes.budgets import Budgets
+from deploy.kubernetes.node_plan import NodeLayout, NodePod
 from deploy.kubernetes.nodes import WorkerNodes
 from deploy.kubernetes.pools import ServingPools
 
@@ -53,7 +55,11 @@ class Kubernetes:
             if all(deployments.values()):
                 layout = NodeLayout(deployments, self._config.workers_per_pod)
                 nodes = WorkerNodes(self._client, self._config.namespace, layout)
-                tasks.create_task(_keep_nodes(nodes, controller), name="nodes")
+                tasks.create_task(_keep_nodes(nodes, controller, self._pools), name="nodes")
+            budgets = {Role.PREFILL: self._config.prefill_budget, Role.DECODE: self._config.decode_budget}
+            if budgets := {role: name for role, name in budgets.items() if name}:
+                kept = Budgets(self._client, self._config.namespace, budgets, self._config.workers_per_pod)
+                tasks.create_task(_keep_budgets(kept, controller), name="budgets")
 
     async def _follow(self, controller: Controller) -> None:
         async with aclosing(self._pools.follow()) as specs:
@@ -69,16 +75,33 @@ class Kubernetes:
             await asyncio.sleep(REPORT_S)
 
 
-async def _keep_nodes(nodes: WorkerNodes, controller: Controller) -> None:
+async def _keep_nodes(nodes: WorkerNodes, controller: Controller, pools: ServingPools) -> None:
     """Keep the number of nodes that the pools need. While Kubernetes does not answer, the nodes stay as they are."""
     while True:
         try:
             found = await nodes.read()
             controller.see_pods(nodes.layout, found.pods)
+            await pools.report_outdated(num_outdated(nodes.layout, found.pods))
             await nodes.keep(found, controller.state.desired, controller.placed_workers())
         except (ApiError, httpx2.HTTPError, OSError) as error:
             logger.warning("the worker nodes cannot be kept: %s; trying again", error)
         await asyncio.sleep(NODES_TICK_S)
+
+
+async def _keep_budgets(budgets: Budgets, controller: Controller) -> None:
+    """Keep the budgets of pods without a Deployment. While Kubernetes does not answer, they stay as they are."""
+    while True:
+        try:
+            await budgets.keep(controller.state.desired)
+        except (ApiError, httpx2.HTTPError, OSError) as error:
+            logger.warning("the disruption budgets cannot be kept: %s; trying again", error)
+        await asyncio.sleep(NODES_TICK_S)
+
+
+def num_outdated(layout: NodeLayout, pods: Sequence[NodePod]) -> dict[Role, int]:
+    """Return the number of pods of older versions, by pool. Pools may share a Deployment."""
+    older = Counter(pod.deployment for pod in pods if not pod.is_current)
+    return {role: older[name] for role, name in layout.deployments.items()}
 
 
 @asynccontextmanager

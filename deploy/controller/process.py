@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from baton.addresses import address_of
 from baton.blocks import content_id
 from baton.cluster import VERSION, ControllerInfo, Role
 from baton.config import Config, IndexConfig, process_config
@@ -117,7 +118,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         port = rpc.bind(host, config.cluster.controller_port, tls)
         me = ControllerInfo(
             pid=os.getpid(),
-            address=f"{config.cluster.advertise_host or host}:{port}",
+            address=address_of(config.cluster.advertise_host or host, port),
             version=VERSION,
             incarnation=incarnation,
         )

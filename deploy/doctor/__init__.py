@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 
+from baton.addresses import address_of
 from baton.cluster import Role
 from baton.config import Config, without_password
 from baton.errors import BatonError, ConfigError
@@ -171,5 +172,5 @@ def _state(config: Config) -> Iterator[Check]:
 def _api_server(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
     """Check that the Kubernetes API answers, if it holds the pools' sizes."""
     if config.kubernetes.namespace and (host := environ.get("KUBERNETES_SERVICE_HOST")):
-        address = f"{host}:{environ.get('KUBERNETES_SERVICE_PORT', '443')}"
+        address = address_of(host, int(environ.get("KUBERNETES_SERVICE_PORT", "443")))
         yield from reachability([Target("Kubernetes API", address)], is_inside=True)

@@ -115,12 +115,11 @@ def server(url: str, facts: Facts | BatonError) -> Iterator[Check]:
         f"maxmemory-policy is {facts.policy}",
         f"CONFIG SET maxmemory-policy {NEVER_EVICT}: evicted keys make the index wrong",
     )
-    kept = [what for what, is_so in (("appendonly", facts.appends), (f'save "{facts.saves}"', facts.saves)) if is_so]
     yield judged(
         "redis persistence",
-        not kept,
-        " and ".join(kept) or "off",
-        'CONFIG SET save "" and appendonly no: old state is useless after a restart, and writing it costs time',
+        not facts.saves,
+        f'save "{facts.saves}"' if facts.saves else "appendonly" if facts.appends else "off",
+        'CONFIG SET save "": only accounts are worth keeping, and an old copy of them is wrong; appendonly keeps them',
         "warn",
     )
     yield judged(

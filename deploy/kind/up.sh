@@ -25,5 +25,5 @@ kind load docker-image --name baton "baton-router:$version" "baton-worker:$versi
 helm upgrade --install baton helm/baton --kube-context kind-baton --namespace serving --create-namespace \
   --values helm/baton/values-cpu.yaml --set router.replicas=1 --wait --timeout 15m
 echo "Serving. In another terminal:"
-echo "  kubectl --context kind-baton -n serving port-forward service/baton-router 50051:50051 8000:8000"
+echo "  kubectl --context kind-baton -n serving port-forward service/baton 50051:50051 8000:8000"
 echo "  baton chat"

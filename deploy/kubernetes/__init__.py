@@ -4,11 +4,12 @@
     baton scale, autoscaler ───> orders ─> pools ─────┘          └────── ServingPool.status
     controller: workers and their pods ──> nodes ──> Deployment.spec.replicas, deletion costs of pods
 
-serving_pool  the specification and the status of a ServingPool
-definition    updates the CustomResourceDefinition of ServingPools; runs on its own
-pools         reads, follows and writes the ServingPools of both roles
-node_plan     computes how many pods should be Ray nodes, if plain Deployments create them
-nodes         reads and changes those Deployments
+serving_pool     the specification and the status of a ServingPool
+definition       updates the CustomResourceDefinition of ServingPools; runs on its own
+release_secrets  creates the Secrets of a release that are absent; runs on its own
+pools            reads, follows and writes the ServingPools of both roles
+node_plan        computes how many pods should be Ray nodes, if plain Deployments create them
+nodes            reads and changes those Deployments
 """
 
-__all__ = ["definition", "node_plan", "nodes", "pools", "serving_pool"]
+__all__ = ["budgets", "definition", "events", "node_plan", "nodes", "pools", "release_secrets", "serving_pool"]

@@ -58,6 +58,18 @@ def access_from(environ: Mapping[str, str], account: Path = ACCOUNT) -> ApiAcces
     )
 
 
+class Refused(BatonError):
+    """The API server has refused a request.
+
+    Attributes:
+        code: its HTTP status, below 500.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
 def apply(definition: bytes, access: ApiAccess, num_tries: int = NUM_TRIES) -> None:
     """Apply a CustomResourceDefinition (YAML) on the server, and take over the ownership of its fields.
 
@@ -66,21 +78,46 @@ def apply(definition: bytes, access: ApiAccess, num_tries: int = NUM_TRIES) -> N
         BatonError: it refuses; the message gives the reason.
     """
     name = yaml.safe_load(definition)["metadata"]["name"]
+    path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}?fieldManager={MANAGER}&force=true"
+    try:
+        call(access, f"PATCH {path}", definition, content_type="application/apply-patch+yaml", num_tries=num_tries)
+    except Refused as error:
+        raise BatonError(f"Kubernetes refuses the definition {name}: {error}") from error
+
+
+def call(
+    access: ApiAccess,
+    request_line: str,
+    body: bytes | None = None,
+    *,
+    content_type: str = "application/json",
+    num_tries: int = NUM_TRIES,
+) -> bytes:
+    """Send a request to the API server, again if it is busy, and return the body of its response.
+
+    Args:
+        request_line: method and path, such as `GET /version`.
+
+    Raises:
+        StoreUnavailable: the API server does not answer after all retries.
+        Refused: it refuses; the message gives the reason.
+    """
+    method, _, path = request_line.partition(" ")
     request = urllib.request.Request(
-        f"{access.url}/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}?fieldManager={MANAGER}&force=true",
-        data=definition,
-        headers={"Authorization": f"Bearer {access.token}", "Content-Type": "application/apply-patch+yaml"},
-        method="PATCH",
+        f"{access.url}{path}",
+        data=body,
+        headers={"Authorization": f"Bearer {access.token}", "Content-Type": content_type},
+        method=method,
     )
     context = ssl.create_default_context(cadata=access.ca or None)
     for left in reversed(range(num_tries)):
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
-                answer.read()
-            return
+                response: bytes = answer.read()
+                return response
         except urllib.error.HTTPError as error:
             if error.code < 500:
-                raise BatonError(f"Kubernetes refuses the definition {name}: {_reason(error)}") from error
+                raise Refused(error.code, _reason(error)) from error
             reason = _reason(error)
         except OSError as error:
             reason = str(error)

@@ -16,6 +16,7 @@ from lightkube.types import PatchType
 
 from baton.cluster import Role
 from baton.errors import StoreUnavailable
+from deploy.kubernetes.events import PoolEvents, of_rollouts, of_statuses
 from deploy.kubernetes.serving_pool import PoolReport, PoolSpec, spec_of, status_of
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,9 @@ class ServingPools:
         self._names = names
         self._known: dict[Role, PoolSpec] = {}
         self._reported: dict[Role, dict[str, Any]] = {}
+        self._events = PoolEvents(client, namespace)
+        self._uids: dict[Role, str] = {}
+        self._outdated: dict[Role, int] = {}
 
     async def read(self) -> dict[Role, PoolSpec]:
         """Return the current specifications. Raises StoreUnavailable."""
@@ -72,7 +76,7 @@ class ServingPools:
         return {role: self._known[role] for role in sizes}
 
     async def report(self, reports: Mapping[Role, PoolReport]) -> None:
-        """Write the statuses that have changed. Raises StoreUnavailable."""
+        """Write the statuses that have changed, and post events of it. Raises StoreUnavailable."""
         for role, report in reports.items():
             spec = self._known.get(role)
             if spec is None:
@@ -88,13 +92,28 @@ class ServingPools:
                     namespace=self._namespace,
                     patch_type=PatchType.MERGE,
                 )
+            events = of_statuses(self._reported.get(role, {}), status)
             self._reported[role] = status
+            await self._events.post(self._names[role], self._uids[role], events)
+
+    async def report_outdated(self, numbers: Mapping[Role, int]) -> None:
+        """Post an event of each pool whose roll-out has started or has ended.
+
+        Args:
+            numbers: pods of older versions that have workers of the pool.
+        """
+        for role, number in numbers.items():
+            events = of_rollouts(self._outdated.get(role, 0), number)
+            self._outdated[role] = number
+            if events and role in self._uids:
+                await self._events.post(self._names[role], self._uids[role], events)
 
     async def _learn(self, role: Role, pool: Any) -> PoolSpec | None:
         """Return the pool's specification, after setting its initial size if it has none. None: it is outdated."""
         if "replicas" not in pool.spec:
             logger.info("%s starts with %d workers", self._names[role], size := int(pool.spec["initialReplicas"]))
             pool = await self._patch(role, {"spec": {"replicas": size}})
+        self._uids[role] = str(pool.metadata.uid or "")
         spec = spec_of(role, pool)
         known = self._known.get(role)
         if known is not None and spec.generation < known.generation:

@@ -146,6 +146,12 @@ BUILTIN: list[Kind] = [
         ("ClusterRole", "", "c"),
         ("ClusterRoleBinding", "", "c"),
     ),
+    *_group(
+        "admissionregistration.k8s.io",
+        "v1",
+        ("ValidatingAdmissionPolicy", "", "cs"),
+        ("ValidatingAdmissionPolicyBinding", "", "c"),
+    ),
     *_group(CRDS.group, "v1", ("CustomResourceDefinition", "crd crds", "cs")),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from deploy.kubernetes.release_secrets import WantedSecret
 from tests.kube.binaries import binaries
 
 Object = dict[str, Any]
@@ -224,10 +226,18 @@ def template(major: int, values: Values) -> subprocess.CompletedProcess[str]:
 
 @cache
 def render(values: Values = Values(), major: int = 4) -> tuple[Object, ...]:  # noqa: B008
-    """The objects. They are shared: do not change them."""
+    """The objects, with the Secrets that the chart's hook creates. They are shared: do not change them."""
     done = template(major, values)
     assert done.returncode == 0, done.stderr
-    return documents(done.stdout)
+    objects = documents(done.stdout)
+    return (*objects, *created_secrets(objects))
+
+
+def created_secrets(objects: tuple[Object, ...]) -> list[Object]:
+    """What the hook creates where there is nothing."""
+    (command,) = [job.containers[0]["command"] for job in jobs(objects) if job.component == "secrets"] or ([],)
+    found = [WantedSecret(**json.loads(text)) for text in command[5:]]
+    return [each.fresh(command[4]) for each in found]
 
 
 def documents(text: str) -> tuple[Object, ...]:

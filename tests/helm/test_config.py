@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from baton import config as baton_config
+from baton.cluster import Role
 from baton.config import Config
 from baton.errors import ConfigError
 from tests.helm.chart import (
@@ -26,6 +27,7 @@ from tests.helm.chart import (
     documents,
     every_values,
     helm,
+    jobs,
     of_kind,
     pod_of,
     pods,
@@ -75,6 +77,7 @@ def baton_containers(pod: Pod) -> list[Object]:
         each
         for each in pod.containers
         if any(mount["mountPath"] == "/etc/baton" for mount in each.get("volumeMounts", []))
+        and each["name"] != "settings"  # it copies them
     ]
 
 
@@ -295,3 +298,90 @@ def test_service_links_are_off() -> None:
         assert all(pod.spec["enableServiceLinks"] is False for pod in pods(render(MATRIX[name])))
     with pytest.raises(ConfigError, match="BATON_PORT"):
         baton_config.load(None, {"BATON_PORT": "tcp://10.0.0.1:50051"})
+
+
+@pytest.mark.parametrize("orchestrator", ["deployments", "kuberay"])
+def test_pools_have_engines_images_and_gpus_of_their_own(orchestrator: str, tmp_path: Path) -> None:
+    """Two ranks on two GPUs for decode workers, one for prefill workers."""
+    sets = (
+        *(
+            "worker.gpu.count=1",
+            "pools.decode.gpu.count=2",
+            "pools.decode.image.tag=v2",
+            f"orchestrator={orchestrator}",
+        ),
+        *(
+            "pools.decode.engine.max_num_seqs=64",
+            "pools.prefill.engine.kv_dtype=bfloat16",
+            "config.engine.max_num_seqs=8",
+        ),
+        "pools.decode.engine.kv_dtype=float32",
+    )
+    objects = render(Values(sets=sets))
+    for component in ("router", "controller", "prefill", "decode"):
+        container = baton_containers(pod_of(objects, component))[-1]
+        config = loaded(objects, container, tmp_path)
+        engines = {pool: config.engine_of(pool) for pool in Role}
+        assert [engines[pool].tensor_parallel for pool in Role] == [1, 2]
+        assert [config.gpus_per_worker(pool) for pool in Role] == [1, 2]
+        assert [engines[pool].max_num_seqs for pool in Role] == [8, 64]
+        assert [engines[pool].kv_dtype for pool in Role] == ["bfloat16", "float32"]
+    for component, gpus, tag in (("prefill", 1, "0.1.0"), ("decode", 2, "v2")):
+        pod = pod_of(objects, component)
+        assert pod.spec["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == gpus
+        assert {each["image"] for each in pod.containers} == {f"baton-worker:{tag}"}
+        if orchestrator == "deployments":
+            assert f"--num-gpus={gpus}" in pod.spec["containers"][0]["command"]
+    if orchestrator == "kuberay":
+        (cluster,) = of_kind(objects, "RayCluster")
+        assert [group["rayStartParams"]["num-gpus"] for group in cluster["spec"]["workerGroupSpecs"]] == ["1", "2"]
+    assert pod_of(objects, "head").containers[0]["image"] == "baton-worker:0.1.0"
+
+
+def test_ranks_on_cpus_differ_without_gpus(tmp_path: Path) -> None:
+    sets = ("config.model.device=cpu", "pools.decode.engine.tensor_parallel=2")
+    objects = render(Values(sets=sets))
+    config = loaded(objects, baton_containers(pod_of(objects, "decode"))[-1], tmp_path)
+    assert [config.engine_of(pool).tensor_parallel for pool in Role] == [1, 2]
+    assert config.cluster.gpus_per_worker == 0
+
+
+def test_a_pool_s_image_by_its_tag_is_not_that_of_the_other_one_s_digest() -> None:
+    digest = f"sha256:{'a' * 64}"
+    objects = render(Values(sets=(f"image.worker.digest={digest}", "pools.decode.image.tag=v2")))
+    images = {role: pod_of(objects, role).spec["containers"][0]["image"] for role in ("prefill", "decode")}
+    assert images == {"prefill": f"baton-worker@{digest}", "decode": "baton-worker:v2"}
+
+
+def test_the_job_that_fetches_models_knows_those_of_each_pool() -> None:
+    sets = (*MATRIX["an-existing-claim"].sets, "pools.decode.engine.draft_model=org/other")
+    (job,) = (each for each in jobs(render(Values(sets=sets))) if each.component == "prefetch")
+    values = {variable["name"]: variable.get("value") for variable in job.containers[0]["env"]}
+    assert json.loads(values["BATON_POOLS_DECODE"] or "") == {"engine": {"draft_model": "org/other"}}
+    assert "BATON_POOLS_PREFILL" not in values
+
+
+@pytest.mark.parametrize(
+    ("values", "budgets"),
+    [
+        (MATRIX["kuberay"], {"prefill": "baton-prefill", "decode": "baton-decode"}),
+        (MATRIX["gpu-node-kuberay"], {"prefill": "baton-worker", "decode": "baton-worker"}),
+        (MATRIX["defaults"], {"prefill": "", "decode": ""}),
+        (
+            Values(sets=("orchestrator=kuberay", "pools.decode.podDisruptionBudget.enabled=false")),
+            {"prefill": "baton-prefill", "decode": ""},
+        ),
+    ],
+)
+def test_the_controller_keeps_the_budgets_that_kubernetes_cannot_count(
+    values: Values, budgets: dict[str, str], tmp_path: Path
+) -> None:
+    """Of a RayCluster's pods. It may write those and no others."""
+    objects = render(values)
+    (container,) = (each for each in pod_of(objects, "controller").containers if each["name"] == "controller")
+    kubernetes = loaded(objects, container, tmp_path).kubernetes
+    assert {"prefill": kubernetes.prefill_budget, "decode": kubernetes.decode_budget} == budgets
+    rules = the(objects, "Role", "baton-controller")["rules"]
+    allowed = [rule["resourceNames"] for rule in rules if rule["resources"] == ["poddisruptionbudgets"]]
+    assert allowed == ([sorted(names, reverse=True)] if (names := {*budgets.values()} - {""}) else [])
+    assert names <= {each["metadata"]["name"] for each in of_kind(objects, "PodDisruptionBudget")}

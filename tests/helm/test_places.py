@@ -90,7 +90,7 @@ def test_the_only_pod_of_a_kind_has_a_budget_where_that_is_asked_for(name: str) 
     for part in ONES:
         (component,) = COMPONENTS[part]
         spec = the(objects, "PodDisruptionBudget", f"baton-{component}")["spec"]
-        assert spec["minAvailable"] == 1
+        assert (spec["minAvailable"], spec["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
         assert spec["selector"]["matchLabels"].items() <= pod_of(objects, component).labels.items()
     assert {each["metadata"]["name"] for each in of_kind(render(), "PodDisruptionBudget")} == {
         *("baton-router", "baton-prefill", "baton-decode")
@@ -105,7 +105,8 @@ def test_accounts_that_are_there_are_taken_and_none_is_made() -> None:
     assert {each["metadata"]["annotations"].get("helm.sh/hook") for each in of_kind(objects, "ServiceAccount")} == {
         "pre-install,pre-upgrade"
     }
-    assert not of_kind(objects, "Role", "RoleBinding")
+    roles = of_kind(objects, "Role", "RoleBinding")
+    assert all("helm.sh/hook" in each["metadata"].get("annotations", {}) for each in roles)
     bound = render(Values(sets=("serviceAccount.existingController=own-controller",)))
     (subject,) = the(bound, "RoleBinding", "baton-controller")["subjects"]
     assert subject["name"] == pod_of(bound, "controller").spec["serviceAccountName"] == "own-controller"
@@ -136,7 +137,7 @@ def test_a_part_s_containers_are_in_its_pods_and_its_environment_in_its_own_cont
         assert names[0] != "extra-beside", "KubeRay takes the first one for Ray's"
     for pod in parts(objects, *WITH_ENVIRONMENT):
         for container in pod.containers:
-            ours = not container["name"].startswith("extra-") and not container["name"].endswith("keys")
+            ours = not container["name"].startswith("extra-") and not container["name"].endswith(("keys", "settings"))
             assert container.get("envFrom") == ([{"secretRef": {"name": "own"}}] if ours else None), container["name"]
     assert "envFrom" not in json.dumps(pod_of(objects, "redis").template)
     head = pod_of(render(MATRIX["containers-kuberay"]), "head")
@@ -280,13 +281,13 @@ def test_a_job_fetches_the_model_of_these_values_before_the_upgrade() -> None:
 def test_the_chart_s_own_claim_is_filled_from_the_first_upgrade_on() -> None:
     """At the installation it is not there yet."""
     sets = (*MATRIX["a-claim"].sets, "modelCache.prefetch.enabled=true")
-    assert {job.component for job in jobs(render(Values(sets=sets)))} == {"crds"}
+    assert {job.component for job in jobs(render(Values(sets=sets)))} == {"crds", "secrets"}
     options = [word for item in (*sets, "crds.upgrade=false") for word in ("--set", item)]
     done = helm(4, "template", "baton", str(CHART), "--is-upgrade", "--show-only", "templates/hooks.yaml", *options)
     assert done.returncode == 0, done.stderr
     objects = documents(done.stdout)
-    assert [each["kind"] for each in objects] == ["NetworkPolicy", "Job"]
-    assert volume_of(jobs(objects)[0], "model-cache")["persistentVolumeClaim"] == {"claimName": "baton-models"}
+    assert [job.component for job in jobs(objects)] == ["secrets", "prefetch"]
+    assert volume_of(jobs(objects)[1], "model-cache")["persistentVolumeClaim"] == {"claimName": "baton-models"}
 
 
 def test_hooks_are_gone_when_they_are_done_and_come_in_order() -> None:
@@ -301,13 +302,15 @@ def test_hooks_are_gone_when_they_are_done_and_come_in_order() -> None:
             )
     order = sorted(weights, key=lambda name: weights[name])
     assert order[0] == "NetworkPolicy/hooks"
-    assert order[-2:] == ["Job/crds", "Job/prefetch"]
-    assert set(order[1:-2]) == {f"{kind}/crds" for kind in HOOK_KINDS}
+    assert {*order[-3:-1]} == {"Job/crds", "Job/secrets"}
+    assert order[-1] == "Job/prefetch"
+    of_secrets = {f"{kind}/secrets" for kind in ("ServiceAccount", "Role", "RoleBinding")}
+    assert set(order[1:-3]) == {f"{kind}/crds" for kind in HOOK_KINDS} | of_secrets
     mounted = the(objects, "ConfigMap", volume_of(jobs(objects)[0], "crds")["configMap"]["name"])
     assert yaml.safe_load(mounted["data"]["servingpools.yaml"]) == yaml.safe_load(
         (CHART / "crds" / "servingpools.yaml").read_text()
     )
-    assert not jobs(render(MATRIX["pod-monitor"])), "crds.upgrade is off"
+    assert {job.component for job in jobs(render(MATRIX["pod-monitor"]))} == {"secrets"}, "crds.upgrade is off"
 
 
 HOOK_KINDS = ("ConfigMap", "ServiceAccount", "ClusterRole", "ClusterRoleBinding")

@@ -20,6 +20,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 from deploy.doctor import redis as doctor
 from deploy.embedded_redis import valkey_binary
 from kvstore.index.keys import Keys
+from tests.contract import redis7
 from tests.helm.chart import MATRIX, Object, Values, every_values, of_kind, pod_of, pods, render, the
 from tests.helm.test_config import environment
 from tests.support.waiting import wait_until
@@ -93,7 +94,7 @@ def command(
     def here(text: str) -> str:
         return paths.sub(lambda found: str(mounts[found[0]]), text)
 
-    there = {"redis-server": str(binary or valkey_binary()), "6379": str(port), "0.0.0.0": "127.0.0.1"}
+    there = {"redis-server": str(binary or valkey_binary()), "6379": str(port), "*": "127.0.0.1", "-::*": "-::1"}
     words = [here(word) for word in container["command"]]
     env = {each["name"]: here(each["value"]) for each in container.get("env", ())}
     return [there.get(word, word) for word in words], os.environ | env
@@ -238,3 +239,74 @@ def test_no_secret_is_in_an_argument_or_a_configmap(values: Values) -> None:
     for pod in pods(objects):
         for container in pod.containers:
             assert "--protected-mode" not in container.get("command", [])
+
+
+PERSISTENT = Values(sets=("redis.persistence.enabled=true",))
+
+
+def test_accounts_outlive_the_server_and_nothing_else_does(tmp_path: Path) -> None:
+    """Leases and the index of before lack what was written last: they go with the boot token, and all begin anew."""
+    objects = render(PERSISTENT)
+    binary, path = redis7.binary(), f"{redis7.client().parent}:{os.environ['PATH']}"
+    kept = {KEYS.account("acme"), KEYS.usage("acme", "r"), KEYS.adapters, KEYS.history(1), KEYS.held}
+    of_router = (*kept, KEYS.boot, RECORD, KEYS.router("r"))
+    of_worker = (KEYS.lease("w"), KEYS.workers, KEYS.events, KEYS.blocks("w", 1), KEYS.seq("w", 1))
+
+    def clients(port: int) -> Iterator[Redis]:
+        for user in ("router", "worker", "controller"):
+            with Redis.from_url(url(objects, user, port), protocol=2, decode_responses=True) as redis:
+                yield redis
+
+    with server(objects, "redis", tmp_path, binary, PATH=path) as port:
+        router, worker, controller = clients(port)
+        for redis, keys in ((router, of_router), (worker, of_worker), (controller, (KEYS.desired,))):
+            for key in keys:
+                redis.set(key, "x")
+                assert redis.exists(key)
+        router.pexpire(KEYS.account("acme"), 3_600_000)
+        # Redis notes what a script has written as one transaction.
+        script = "redis.call('SET', KEYS[1], 'y') redis.call('SET', KEYS[2], 'z')"
+        router.eval(script, 2, KEYS.account("one"), KEYS.account("two"))
+    for _ in range(2):
+        with server(objects, "redis", tmp_path, binary, PATH=path) as port:
+            router, worker, controller = clients(port)
+            assert {key for key in of_router if router.exists(key)} == kept
+            found = [router.get(KEYS.account(tenant)) for tenant in ("acme", "one", "two")]
+            assert found == ["x", "y", "z"]
+            assert not worker.exists(*of_worker)
+            assert not controller.exists(KEYS.desired)
+            with Redis(port=port, protocol=2) as stranger, pytest.raises((AuthenticationError, ResponseError)):
+                stranger.ping()
+
+
+def test_a_file_that_the_server_cannot_read_is_said(tmp_path: Path) -> None:
+    objects = render(PERSISTENT)
+    binary, path = redis7.binary(), f"{redis7.client().parent}:{os.environ['PATH']}"
+    words, env = command(objects, "redis", tmp_path, free_port(), binary)
+    broken = tmp_path / "data" / "appendonlydir"
+    broken.mkdir()
+    (broken / "appendonly.aof.manifest").write_text("nonsense\n")
+    done = subprocess.run(
+        words, env=env | {"PATH": path}, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert "the server does not read what is in" in done.stderr
+
+
+def test_the_volume_of_accounts_is_a_claim_that_stays() -> None:
+    objects = render(PERSISTENT)
+    claim = the(objects, "PersistentVolumeClaim", "baton-redis")
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert claim["spec"]["resources"]["requests"]["storage"] == "8Gi"
+    own = render(Values(sets=(*PERSISTENT.sets, "redis.persistence.existingClaim=mine")))
+    assert not of_kind(own, "PersistentVolumeClaim")
+    for found, name in ((objects, "baton-redis"), (own, "mine")):
+        pod = pod_of(found, "redis")
+        (volume,) = (each for each in pod.spec["volumes"] if each["name"] == "data")
+        assert volume["persistentVolumeClaim"] == {"claimName": name}
+        words = pod.spec["containers"][0]["command"]
+        assert words[words.index("--appendonly") + 1] == "yes"
+        assert words[words.index("--dir") + 1] == "/data"
+        assert "--maxmemory" in words
+    plain = pod_of(render(), "redis").spec["containers"][0]["command"]
+    assert plain[plain.index("--appendonly") + 1] == "no"

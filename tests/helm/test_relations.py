@@ -119,6 +119,7 @@ def test_service_accounts_roles_and_tokens_belong_together(values: Values) -> No
     objects = render(values)
     users = {pod.spec["serviceAccountName"]: pod for pod in pods(objects)}
     assert set(users) <= names(objects, "ServiceAccount") | foreign(values)
+    users |= {job.spec["serviceAccountName"]: job for job in jobs(objects)}
     bound = set()
     for binding in of_kind(objects, "RoleBinding"):
         bound.add(binding["roleRef"]["name"])
@@ -130,7 +131,7 @@ def test_service_accounts_roles_and_tokens_belong_together(values: Values) -> No
     assert with_token == {"controller", *(["head"] if of_kind(objects, "RayCluster") else [])}
     for job in jobs(objects):
         may_ask = job.spec["automountServiceAccountToken"]
-        assert may_ask == (job.component == "crds")
+        assert may_ask == (job.component in ("crds", "secrets"))
         assert job.spec["serviceAccountName"] in (names(objects, "ServiceAccount") if may_ask else {"default"})
 
 
@@ -148,7 +149,8 @@ def test_the_role_names_what_is_there_and_asks_for_nothing_of_the_cluster_s(valu
                 "verbs": ["patch"],
             }
         ]
-    kinds = {"servingpools": "ServingPool", "deployments": "Deployment"}
+    kinds = {"servingpools": "ServingPool", "deployments": "Deployment", "secrets": "Secret"}
+    kinds["poddisruptionbudgets"] = "PodDisruptionBudget"
     for role in of_kind(objects, "Role"):
         for rule in role["rules"]:
             assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
@@ -184,7 +186,8 @@ def test_budgets_select_every_serving_pod(values: Values) -> None:
         if component == "router" and "router.podDisruptionBudget.enabled=false" in values.sets:
             continue
         (budget,) = (b for b in budgets if selects(b["spec"]["selector"], pod_of(objects, component).labels))
-        whole = set(budget["spec"]) - {"selector"}
+        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+        whole = set(budget["spec"]) - {"selector", "unhealthyPodEvictionPolicy"}
         in_raycluster = pod_of(objects, component).in_raycluster
         # Of a RayCluster's pods, which have no scale subresource, Kubernetes takes nothing but a number that stays.
         assert whole == ({"minAvailable"} if in_raycluster else {"maxUnavailable"})
@@ -424,7 +427,7 @@ def test_commands_are_ones_that_baton_has(values: Values) -> None:
 
 def test_grace_is_what_leaving_may_take() -> None:
     objects = render(MATRIX["gpu-cluster-deployments"])
-    assert pod_of(objects, "router").spec["terminationGracePeriodSeconds"] == 5 + 300 + 10
+    assert pod_of(objects, "router").spec["terminationGracePeriodSeconds"] == 30 + 300 + 10
     pod = pod_of(objects, "decode")
     command = pod.spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     assert int(command[command.index("--timeout") + 1]) == 120 + 900
@@ -440,6 +443,11 @@ RESTARTS: dict[str, set[str]] = {
     "router.replicas=5": set(),
     "pools.decode.maxReplicas=9": set(),
     "image.worker.tag=v2": {"head", "controller", "prefill", "decode"},
+    "pools.decode.image.tag=v2": {"decode"},
+    "pools.decode.sharedMemory=2Gi": {"decode"},
+    "pools.decode.engine.max_num_seqs=8": {"router", "controller", "decode"},
+    "pools.prefill.engine.kv_dtype=bfloat16": {"router", "controller", "prefill"},
+    "worker.maxSurge=50%": {"router", "controller"},
 }
 
 

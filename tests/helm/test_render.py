@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 
 from tests.helm import schemas
-from tests.helm.chart import CHART, MAJORS, MATRIX, Object, Values, every_values, helm, of_kind, pods, render, the
+from tests.helm.chart import (
+    CHART,
+    MAJORS,
+    MATRIX,
+    Object,
+    Values,
+    every_values,
+    helm,
+    of_kind,
+    pods,
+    render,
+    template,
+    the,
+)
 
 OLDEST = "1.27"
 """It has no sidecars, so it gets other objects."""
@@ -32,6 +47,27 @@ def test_every_values_file_is_in_the_matrix() -> None:
 @pytest.mark.chaos
 def test_both_majors_make_the_same(values: Values) -> None:
     assert _without_drawn_secrets(render(values, 3)) == _without_drawn_secrets(render(values, 4))
+
+
+@pytest.mark.parametrize("major", MAJORS)
+@pytest.mark.parametrize("name", ["defaults", "everything-kuberay", "monitoring", "tls"])
+def test_two_renderings_are_equal(major: int, name: str) -> None:
+    """Else Argo CD, which renders again at every sync, would change what runs."""
+    one, other = (template(major, MATRIX[name]) for _ in range(2))
+    assert one.returncode == 0, one.stderr
+    assert one.stdout == other.stdout
+
+
+def test_no_template_draws_lots_or_looks_secrets_up() -> None:
+    """A RayCluster's live sizes are the one thing that is looked up: helm would set them back."""
+    drawing = re.compile(r"\b(rand[A-Z]\w+|gen[A-Z]\w+|uuidv4|now|htpasswd)\b")
+    code = {
+        path.name: re.sub(r"/\*.*?\*/|\"[^\"\n]*\"", "", path.read_text(), flags=re.DOTALL)
+        for path in (CHART / "templates").rglob("*.*")
+    }
+    actions = {name: " ".join(re.findall(r"\{\{(.*?)\}\}", text, re.DOTALL)) for name, text in code.items()}
+    assert not [name for name, text in actions.items() if drawing.search(text)]
+    assert [name for name, text in actions.items() if "lookup " in text] == ["raycluster.yaml"]
 
 
 def _without_drawn_secrets(objects: tuple[Object, ...]) -> dict[tuple[str, str], Object]:
@@ -68,7 +104,7 @@ def test_the_oldest_kubernetes_takes_every_object(name: str) -> None:
 def test_the_schemas_refuse_what_is_wrong() -> None:
     """Of each kind of check one: the tests above would be worth nothing without."""
     objects = render(MATRIX["gpu-cluster-kuberay"])
-    deployment, pool = the(objects, "Deployment", "baton-router"), the(objects, "ServingPool", "decode")
+    deployment, pool = the(objects, "Deployment", "baton-router"), the(objects, "ServingPool", "baton-decode")
     cluster = the(objects, "RayCluster", "baton")
     assert schemas.errors({**deployment, "spec": {**deployment["spec"], "replicas": "2"}}, "1.35")
     assert schemas.errors({**pool, "spec": {**pool["spec"], "sise": 2}}, "1.35")
@@ -100,12 +136,12 @@ def test_every_field_of_serving_pools_that_the_controller_writes_is_defined() ->
         PoolReport(desired=2, num_workers=1, num_ready=1, num_draining=0),
         {},
     )
-    pool = {**the(render(), "ServingPool", "decode"), "status": status}
+    pool = {**the(render(), "ServingPool", "baton-decode"), "status": status}
     assert not schemas.errors(pool, "1.35")
 
 
 def test_only_what_is_asked_for_needs_an_operator() -> None:
     ours = {"baton.dev/v1alpha1"}
     groups = {each["apiVersion"] for each in render() if "." in each["apiVersion"].partition("/")[0]} - ours
-    assert groups == {"rbac.authorization.k8s.io/v1", "networking.k8s.io/v1"}
+    assert groups == {"rbac.authorization.k8s.io/v1", "networking.k8s.io/v1", "admissionregistration.k8s.io/v1"}
     assert of_kind(render(MATRIX["kuberay"]), "RayCluster")

@@ -29,7 +29,7 @@ def test_every_process_has_the_certificate_that_its_settings_name() -> None:
             if pod.component in WITHOUT:
                 continue
             assert volume in pod.spec["volumes"], pod.owner
-            own = [each for each in pod.containers if not each["name"].endswith(("ray", "keys"))]
+            own = [each for each in pod.containers if not each["name"].endswith(("ray", "keys", "settings"))]
             assert own
             assert all(MOUNT in each["volumeMounts"] for each in own), pod.owner
 
@@ -103,14 +103,14 @@ def test_without_values_nothing_speaks_of_tls() -> None:
     "certificates", [TLS.sets, KUBERAY.sets, ("config.cluster.tls_certificate=/certificates/tls.crt",)]
 )
 def test_rdma_beside_certificates_needs_a_trusted_network(certificates: tuple[str, ...]) -> None:
-    rdma = (*certificates, "pools.decode.rdma.enabled=true")
+    rdma = (*certificates, "pools.decode.rdma.enabled=true", "worker.gpu.count=1")
     done = template(4, Values(sets=rdma))
     assert done.returncode != 0
     assert "the decode pool has RDMA devices, but KV would go over TCP" in done.stderr
     assert "config.transfer.plaintext_transports=[nccl]" in done.stderr
     trusted = render(Values(sets=(*rdma, "config.transfer.plaintext_transports={nccl}")))
     assert _config(trusted)["transfer"]["plaintext_transports"] == ["nccl"]
-    assert template(4, Values(sets=("pools.decode.rdma.enabled=true",))).returncode == 0
+    assert template(4, Values(sets=("pools.decode.rdma.enabled=true", "worker.gpu.count=1"))).returncode == 0
 
 
 def test_what_needs_a_certificate_is_refused_without() -> None:

@@ -33,6 +33,15 @@ TYPOS = {
     "a key instead of its hash": ("router.tenants.inline.acme.key_sha256[0]=secret", ("key_sha256",)),
     "a range that is none": ("router.service.loadBalancerSourceRanges[0]=home", ("loadBalancerSourceRanges",)),
     "a time-out that is none": ("gateway.timeouts.request=long", ("gateway", "timeouts", "request")),
+    "a setting that pools have in common": (
+        "pools.decode.engine.block_size=32",
+        ("pools", "decode", "engine", "block_size"),
+    ),
+    "a pool's setting that is none": (
+        "pools.decode.engine.max_num_seqs=0",
+        ("pools", "decode", "engine", "max_num_seqs"),
+    ),
+    "a surge that is none": ("worker.maxSurge=101%", ("worker", "maxSurge")),
     "resources at the wrong place": ("router.resources.memory=1Gi", ("router", "resources", "memory")),
 }
 CONTRADICTIONS = {
@@ -57,12 +66,59 @@ CONTRADICTIONS = {
     ),
     "more than most": ("pools.decode.minReplicas=9", "pools.decode.minReplicas (9) exceeds"),
     "a beginning outside": ("pools.prefill.initialReplicas=0", "pools.prefill.initialReplicas (0) is outside"),
-    "pools of one name": ("pools.prefill.name=decode", 'both "decode"'),
+    "pools of one name": ("pools.prefill.name=baton-decode", 'both "baton-decode"'),
     "a rank without a GPU": (
         "worker.gpu.count=2,config.engine.tensor_parallel=4",
         "config.engine.tensor_parallel (4) is not worker.gpu.count (2)",
     ),
-    "unequal workers": ("pools.decode.gpu.count=1", "differ: a worker of either pool"),
+    "a GPU's model on a CPU": ("config.model.device=cuda", "the prefill pool has no GPUs: set worker.gpu.count"),
+    "a CPU's engine on a GPU": (
+        "worker.gpu.count=1,config.engine.runner=native",
+        "config.engine.runner is native, which computes on CPUs, and the prefill pool has GPUs",
+    ),
+    "ranks without GPUs": (
+        "config.engine.tensor_parallel=4",
+        "engine.tensor_parallel of the prefill pool is 4, and it has no GPUs",
+    ),
+    "RDMA without GPUs": ("worker.rdma.enabled=true", "the prefill pool has RDMA devices and no GPUs"),
+    "passwords of a Redis that is another's": (
+        "redis.enabled=false,redis.external.url=redis://a:1,redis.passwords.existingSecret=b",
+        "redis.passwords.existingSecret is set, but redis.enabled is false",
+    ),
+    "half of what the autoscaler wants": (
+        "config.autoscale.enabled=true,config.autoscale.dry_run=true,config.autoscale.max_workers=8,"
+        "pools.decode.keda.enabled=true,pools.decode.keda.serverAddress=http://a,pools.decode.keda.threshold=2.0",
+        "pools.decode.keda.threshold is 2.0, and the default query counts workers",
+    ),
+    "a pool on GPUs beside one on CPUs": (
+        "pools.decode.gpu.count=1",
+        "pools.prefill.gpu.count is 0 and pools.decode.gpu.count 1: the model of both pools is on GPUs, or on CPUs",
+    ),
+    "a rank of one pool without a GPU": (
+        "worker.gpu.count=1,pools.decode.gpu.count=2,pools.decode.engine.tensor_parallel=4",
+        "pools.decode.engine.tensor_parallel (4) is not pools.decode.gpu.count (2)",
+    ),
+    "ranks of both pools that fit one of them": (
+        "worker.gpu.count=1,pools.decode.gpu.count=2,config.engine.tensor_parallel=1",
+        "config.engine.tensor_parallel (1) is not pools.decode.gpu.count (2)",
+    ),
+    "an image for pods that are shared": (
+        "worker.perPod=2,pools.decode.image.tag=a",
+        "worker.perPod is 2, so both pools have the same pods: pools.decode.image has no effect",
+    ),
+    "TLS to routers that speak plain text": (
+        "gateway.backendTLS.caConfigMap=ca",
+        "gateway.backendTLS.caConfigMap is set, and the routers speak plain text",
+    ),
+    "an autoscaler of routers without a metric": (
+        "router.autoscaling.enabled=true,router.autoscaling.targetCPUUtilizationPercentage=0",
+        "router.autoscaling has no metric",
+    ),
+    "a surge of nobody": ("worker.maxSurge=0", "set worker.updateStrategy=inPlace, or a worker.maxSurge of at least 1"),
+    "a volume of a Redis that is another's": (
+        "redis.enabled=false,redis.external.url=redis://a:1,redis.persistence.enabled=true",
+        "redis.persistence.enabled is set, but redis.enabled is false",
+    ),
     "a pool's own pods where they are shared": (
         "worker.perPod=2,pools.decode.nodeSelector.gpu=h100",
         "worker.perPod is 2, so both pools have the same pods: pools.decode.nodeSelector has no effect",

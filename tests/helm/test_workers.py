@@ -108,7 +108,7 @@ def test_the_controller_knows_how_workers_are_replaced(values: Values, in_place:
         if deployment["metadata"]["labels"]["app.kubernetes.io/component"] in ("prefill", "decode", "worker"):
             rolling = deployment["spec"]["strategy"]["rollingUpdate"]
             assert rolling == (
-                {"maxSurge": 0, "maxUnavailable": 1} if in_place else {"maxSurge": 1, "maxUnavailable": 0}
+                {"maxSurge": 0, "maxUnavailable": 1} if in_place else {"maxSurge": "25%", "maxUnavailable": 0}
             )
 
 
@@ -119,3 +119,34 @@ def test_a_change_of_the_strategy_restarts_the_controller_alone() -> None:
     for name, is_same in (("baton-controller", False), ("baton-decode", True), ("baton-prefill", True)):
         one, other = (json.dumps(the(found, "Deployment", name)["spec"]["template"]) for found in (before, after))
         assert (one == other) is is_same
+
+
+@pytest.mark.parametrize(
+    ("sets", "rolling", "limits"),
+    [
+        ((), {"maxSurge": "25%", "maxUnavailable": 0}, ("25%", "0")),
+        (("worker.maxSurge=3", "worker.maxUnavailable=10%"), {"maxSurge": 3, "maxUnavailable": "10%"}, ("3", "10%")),
+        (
+            ("worker.updateStrategy=inPlace", "worker.maxUnavailable=25%"),
+            {"maxSurge": 0, "maxUnavailable": "25%"},
+            ("0", "25%"),
+        ),
+        (("worker.updateStrategy=inPlace",), {"maxSurge": 0, "maxUnavailable": 1}, ("0", "1")),
+        (("worker.perPod=4", "worker.maxUnavailable=2"), {"maxSurge": 0, "maxUnavailable": 2}, ("0", "8")),
+    ],
+)
+def test_kubernetes_and_the_controller_replace_as_many_workers_at_a_time(
+    sets: tuple[str, ...], rolling: Object, limits: tuple[str, str], tmp_path: Path
+) -> None:
+    """Numbers or percentages. Of pods with several workers Kubernetes counts the pods."""
+    objects = render(Values(sets=sets))
+    (container,) = (each for each in pod_of(objects, "controller").spec["containers"] if each["name"] == "controller")
+    cluster = loaded(objects, container, tmp_path).cluster
+    assert (cluster.max_surge, cluster.max_unavailable) == limits
+    found = [
+        each["spec"]["strategy"]["rollingUpdate"]
+        for each in of_kind(objects, "Deployment")
+        if each["metadata"]["labels"]["app.kubernetes.io/component"] in ("prefill", "decode", "worker")
+    ]
+    assert found
+    assert all(each == rolling for each in found)

@@ -46,9 +46,8 @@ class Release:
     chart: Path = CHART
 
     def named(self, name: str) -> Release:
-        """A second release beside this one, whose ServingPools have names of their own."""
-        pools = [f"--set=pools.{role}.name={name}-{role}" for role in POOLS]
-        return replace(self, name=name, values=(*self.values, *pools))
+        """A second release beside this one."""
+        return replace(self, name=name)
 
     def helm(self, *arguments: str) -> str:
         return self._run(self.binaries.helm, *arguments)
@@ -80,7 +79,7 @@ class Release:
         return self.api.store.get(Key(SERVING_POOLS, NAMESPACE, self.pool_name(role)))
 
     def pool_name(self, role: str) -> str:
-        return role if self.name == NAME else f"{self.name}-{role}"
+        return f"{self.name}-{role}"
 
     def pods(self, component: str) -> list[dict[str, Any]]:
         """The pods of a part of this release that are not about to go."""

@@ -30,7 +30,7 @@ def test_a_release_is_scaled_and_removed_and_the_one_beside_it_stays_as_it_is(tm
             wait_for_sizes(each, 1, 1)
         before = picture_of(other)
         with load_on(other.grpc) as load:
-            release.kubectl("scale", "servingpool/decode", "--replicas=2", "-n", NAMESPACE)
+            release.kubectl("scale", "servingpool/baton-decode", "--replicas=2", "-n", NAMESPACE)
             wait_for_sizes(release, 1, 2)
             release.baton("scale", "decode", "1")
             wait_for_sizes(release, 1, 1)
@@ -51,7 +51,8 @@ def test_a_release_is_scaled_and_removed_and_the_one_beside_it_stays_as_it_is(tm
 
 def refuses_the_same_pools(release: Release) -> None:
     """Helm does, before it has changed anything."""
-    again = ("install", "other-baton", str(release.chart), *release.values)
+    pools = [f"--set=pools.{role}.name={release.pool_name(role)}" for role in POOLS]
+    again = ("install", "other-baton", str(release.chart), *release.values, *pools)
     with pytest.raises(AssertionError, match=r"ServingPool .* cannot be imported into the current release"):
         release.helm(*again)
     assert release.helm("list", "--short", "-n", NAMESPACE).split() == [release.name]

@@ -81,7 +81,7 @@ def a_version_that_does_not_start_stops_at_one_pod(release: Release, load: Clien
 def rolls_in_place(release: Release) -> None:
     """There is a slot for each worker, and none more."""
     release.upgrade("--set=worker.updateStrategy=inPlace")
-    release.kubectl("scale", "servingpool/decode", "--replicas=3", "-n", NAMESPACE)
+    release.kubectl("scale", "servingpool/baton-decode", "--replicas=3", "-n", NAMESPACE)
     release.wait_for_pool("decode", NUM_SLOTS - 1)
     before = {name for role in ("prefill", "decode") for name in names(release, role)}
     release.upgrade("--set=worker.updateStrategy=inPlace", "--set=worker.podAnnotations.version=next")

@@ -19,7 +19,7 @@ spec:
   {{- end }}
   containers:
     - name: ray
-      image: {{ include "baton.image" (list .Values.image.worker .) }}
+      image: {{ include "baton.image" (list .Values.image.worker .) | quote }}
       imagePullPolicy: {{ .Values.image.worker.pullPolicy }}
       {{- if not $kuberay }}
       command:
@@ -51,11 +51,11 @@ spec:
         {{- include "baton.rayWaitEnv" . | trim | nindent 8 }}
         {{- if not $kuberay }}
         - name: RAY_STORE_PASSWORD
-          valueFrom: {secretKeyRef: {name: {{ include "baton.rayStoreSecretName" . }}, key: {{ .Values.ray.store.password.key }}}}
+          valueFrom: {secretKeyRef: {name: {{ include "baton.rayStoreSecretName" . | quote }}, key: {{ .Values.ray.store.password.key | quote }}}}
         - name: RAY_REDIS_ADDRESS
           value: {{ include "baton.rayStoreHost" . }}:6379
         - name: RAY_external_storage_namespace
-          value: {{ include "baton.fullname" . }}
+          value: {{ include "baton.fullname" . | quote }}
         {{- end }}
         {{- end }}
         {{- with .Values.head.extraEnv }}

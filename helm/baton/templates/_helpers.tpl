@@ -20,6 +20,11 @@
 {{ include "baton.fullname" . }}.{{ .Release.Namespace }}.svc
 {{- end }}
 
+{{/* Where processes listen: at every address of their pod. `::` takes IPv4 as well, if the pod's kernel has IPv6. */}}
+{{- define "baton.listenHost" -}}
+{{ eq .Values.ipFamily "IPv4" | ternary "0.0.0.0" "::" }}
+{{- end }}
+
 {{- define "baton.headHost" -}}
 {{ include "baton.fullname" . }}-head.{{ .Release.Namespace }}.svc
 {{- end }}
@@ -60,6 +65,12 @@
 {{- end }}
 {{- end }}
 
+{{/* The ServingPool of a pool. (list role root) */}}
+{{- define "baton.poolName" -}}
+{{- $root := index . 1 }}
+{{- (get $root.Values.pools (index . 0)).name | default (printf "%s-%s" (include "baton.fullname" $root) (index . 0)) }}
+{{- end }}
+
 {{/* repository@digest or repository:tag. A registry of the values' stands in place of docker.io, and before names without a
      host, which docker knows by a dot, a colon or `localhost`. (list image root) */}}
 {{- define "baton.image" -}}
@@ -95,8 +106,8 @@
 {{/* Labels. (list component root) */}}
 
 {{- define "baton.releaseSelector" -}}
-app.kubernetes.io/name: {{ include "baton.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "baton.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "baton.selector" -}}
@@ -105,13 +116,18 @@ app.kubernetes.io/component: {{ index . 0 }}
 {{- end }}
 
 {{- define "baton.labels" -}}
-{{- $root := index . 1 -}}
-{{ include "baton.selector" . }}
+{{- include "baton.labelsWith" (list (index . 0) (dict) (index . 1)) }}
+{{- end }}
+
+{{/* With others of one object alone, each name once. (list component labels root) */}}
+{{- define "baton.labelsWith" -}}
+{{- $root := index . 2 -}}
+{{ include "baton.selector" (list (index . 0) $root) }}
 app.kubernetes.io/part-of: baton
 app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ $root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
-{{- with $root.Values.commonLabels }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | quote }}
+{{- with merge (dict) (index . 1) $root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
@@ -156,6 +172,85 @@ karpenter.sh/do-not-disrupt: "true"
 {{- toYaml (mergeOverwrite (deepCopy $root.Values.worker) (deepCopy $own)) }}
 {{- end }}
 
+{{/* The image of a group's workers: a pool may have its own. (list group root) */}}
+{{- define "baton.workerImage" -}}
+{{- $root := index . 1 }}
+{{- $own := (get $root.Values.pools (index . 0) | default dict).image | default dict }}
+{{- $image := deepCopy $root.Values.image.worker }}
+{{- if and $own.tag (not $own.digest) }}
+{{- $_ := set $image "digest" "" }}
+{{- end }}
+{{- toYaml (mergeOverwrite $image (deepCopy $own)) }}
+{{- end }}
+
+{{/* Settings of `engine` of a pool's workers: those of both pools, and its own. The group `worker` has those of both pools.
+     (list group root) */}}
+{{- define "baton.poolEngine" -}}
+{{- $root := index . 1 }}
+{{- $common := $root.Values.config.engine | default dict }}
+{{- if eq (index . 0) "worker" }}
+{{- toJson (dict "common" $common "prefill" $root.Values.pools.prefill.engine "decode" $root.Values.pools.decode.engine) }}
+{{- else }}
+{{- toJson (mergeOverwrite (deepCopy $common) (deepCopy ((get $root.Values.pools (index . 0)).engine | default dict))) }}
+{{- end }}
+{{- end }}
+
+{{/* Whether the GPUs of a worker differ between the pools. */}}
+{{- define "baton.gpusDiffer" -}}
+{{- $counts := list }}
+{{- range $role := list "prefill" "decode" }}
+{{- $counts = append $counts ((include "baton.pool" (list $role $) | fromYaml).gpu.count | int) }}
+{{- end }}
+{{- if ne (first $counts) (last $counts) }}yes{{ end }}
+{{- end }}
+
+{{/* Section `pools` of the settings, as JSON: what differs between the pools. */}}
+{{- define "baton.poolsConfig" -}}
+{{- $pools := dict }}
+{{- range $role := list "prefill" "decode" }}
+{{- $engine := deepCopy ((get $.Values.pools $role).engine | default dict) }}
+{{- $own := dict }}
+{{- if include "baton.gpusDiffer" $ }}
+{{- $gpus := (include "baton.pool" (list $role $) | fromYaml).gpu.count | int }}
+{{- $_ := set $engine "tensor_parallel" $gpus }}
+{{- $_ := set $own "gpus_per_worker" $gpus }}
+{{- end }}
+{{- if $engine }}
+{{- $_ := set $own "engine" $engine }}
+{{- end }}
+{{- if $own }}
+{{- $_ := set $pools $role $own }}
+{{- end }}
+{{- end }}
+{{- toJson $pools }}
+{{- end }}
+
+{{/* The disruption budget of a pool's pods, which may be that of both pools; empty: it has none. (list role root) */}}
+{{- define "baton.poolBudget" -}}
+{{- $root := index . 1 }}
+{{- $pools := $root.Values.pools }}
+{{- if gt (int $root.Values.worker.perPod) 1 }}
+{{- if or $pools.prefill.podDisruptionBudget.enabled $pools.decode.podDisruptionBudget.enabled }}
+{{- include "baton.fullname" $root }}-worker
+{{- end }}
+{{- else if (get $pools (index . 0)).podDisruptionBudget.enabled }}
+{{- include "baton.fullname" $root }}-{{ index . 0 }}
+{{- end }}
+{{- end }}
+
+{{/* How many workers may be there in addition, and may be missing, during a roll-out; as in a Deployment. */}}
+{{- define "baton.rollout" -}}
+{{- $unavailable := .Values.worker.maxUnavailable }}
+{{- if include "baton.inPlace" . }}
+{{- if has (toString $unavailable) (list "0" "0%") }}
+{{- $unavailable = 1 }}
+{{- end }}
+{{- toJson (dict "maxSurge" 0 "maxUnavailable" $unavailable) }}
+{{- else }}
+{{- toJson (dict "maxSurge" .Values.worker.maxSurge "maxUnavailable" $unavailable) }}
+{{- end }}
+{{- end }}
+
 {{/* Pods of the group `worker` that have room for so many workers. (list workers root) */}}
 {{- define "baton.podsFor" -}}
 {{- $perPod := (index . 1).Values.worker.perPod | int }}
@@ -185,6 +280,18 @@ karpenter.sh/do-not-disrupt: "true"
 {{- $grace | default $least }}
 {{- end }}
 
+{{/* As long as a worker may take to start, with its image and its place on a node. (list role root) */}}
+{{- define "baton.progressDeadline" -}}
+{{- $root := index . 1 }}
+{{- $pool := include "baton.pool" . | fromYaml }}
+{{- $least := add (ceil $root.Values.config.cluster.start_timeout_s | int) 600 | int }}
+{{- $deadline := $pool.progressDeadlineSeconds | int }}
+{{- if and $deadline (lt $deadline $least) }}
+{{- fail (printf "worker.progressDeadlineSeconds (%d) is too short for pool %s: a worker may take config.cluster.start_timeout_s to start, and its pod 600 s before that, so helm and kubectl would report a good rollout as failed; set at least %d, or 0 to have it computed" $deadline (index . 0) $least) }}
+{{- end }}
+{{- $deadline | default $least }}
+{{- end }}
+
 {{- define "baton.routerGrace" -}}
 {{- $grace := .Values.router.terminationGracePeriodSeconds | int }}
 {{- $least := add (.Values.router.preStopSeconds | int) (ceil .Values.config.router.drain_timeout_s | int) 10 | int }}
@@ -197,7 +304,7 @@ karpenter.sh/do-not-disrupt: "true"
 {{/* Upgrades with --reuse-values have the values of the chart before, without what is new in this one. Every template asks
      for the name first, so this sentence comes before what a missing value would say. */}}
 {{- define "baton.validateAge" -}}
-{{- if not (hasKey .Values "crds") }}
+{{- if not (and (hasKey .Values "crds") (hasKey .Values "secrets")) }}
 {{- fail "these values are those of an older chart, and lack what is new in this one: upgrade with --reset-then-reuse-values in place of --reuse-values, or with --values" }}
 {{- end }}
 {{- end }}
@@ -214,6 +321,11 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if and $values.redis.external.url $values.redis.external.existingSecret }}
 {{- fail "set redis.external.url or redis.external.existingSecret, not both" }}
 {{- end }}
+{{- range $name, $value := dict "passwords.existingSecret" $values.redis.passwords.existingSecret "tls" $values.redis.tls "persistence.enabled" $values.redis.persistence.enabled }}
+{{- if and $value (not $values.redis.enabled) }}
+{{- fail (printf "redis.%s is set, but redis.enabled is false: it is for the chart's own Redis; put the password of yours into the URL in redis.external.existingSecret" $name) }}
+{{- end }}
+{{- end }}
 {{- if contains "@" $values.redis.external.url }}
 {{- fail "redis.external.url holds a password: put the URL into a Secret, and name it in redis.external.existingSecret" }}
 {{- end }}
@@ -222,6 +334,11 @@ karpenter.sh/do-not-disrupt: "true"
 {{- end }}
 {{- include "baton.validateModel" . }}
 {{- include "baton.validateNetwork" . }}
+{{- include "baton.validateLabels" . }}
+{{- include "baton.validateDevices" . }}
+{{- if and (not (include "baton.inPlace" .)) (has (toString $values.worker.maxSurge) (list "0" "0%")) }}
+{{- fail "worker.maxSurge is 0, and worker.updateStrategy surge starts a new worker before an old one leaves: set worker.updateStrategy=inPlace, or a worker.maxSurge of at least 1" }}
+{{- end }}
 {{- if and (eq $values.modelCache.type "hostPath") (not $values.modelCache.hostPath) }}
 {{- fail "modelCache.type is hostPath: set modelCache.hostPath to a folder of the nodes" }}
 {{- end }}
@@ -248,11 +365,12 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if and $values.router.autoscaling.enabled (gt ($values.router.autoscaling.minReplicas | int) ($values.router.autoscaling.maxReplicas | int)) }}
 {{- fail (printf "router.autoscaling.minReplicas (%v) exceeds router.autoscaling.maxReplicas (%v)" $values.router.autoscaling.minReplicas $values.router.autoscaling.maxReplicas) }}
 {{- end }}
-{{- if and $values.router.autoscaling.enabled (not (dig "requests" "cpu" "" $values.router.resources)) }}
+{{- if and $values.router.autoscaling.enabled $values.router.autoscaling.targetCPUUtilizationPercentage (not (dig "requests" "cpu" "" $values.router.resources)) }}
 {{- fail "router.autoscaling.enabled needs router.resources.requests.cpu, of which it measures the use" }}
 {{- end }}
-{{- if eq $values.pools.prefill.name $values.pools.decode.name }}
-{{- fail (printf "pools.prefill.name and pools.decode.name are both %q" $values.pools.decode.name) }}
+{{- $name := include "baton.poolName" (list "decode" .) }}
+{{- if eq $name (include "baton.poolName" (list "prefill" .)) }}
+{{- fail (printf "pools.prefill.name and pools.decode.name are both %q" $name) }}
 {{- end }}
 {{- $autoscale := $values.config.autoscale | default dict }}
 {{- $scalesItself := and $autoscale.enabled (not $autoscale.dry_run) }}
@@ -277,10 +395,17 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if and $pool.keda.enabled (not $pool.keda.serverAddress) }}
 {{- fail (printf "pools.%s.keda.enabled needs pools.%s.keda.serverAddress: the URL of Prometheus" $role $role) }}
 {{- end }}
+{{- if and $pool.keda.enabled (not $pool.keda.query) (ne (float64 $pool.keda.threshold) 1.0) }}
+{{- fail (printf "pools.%s.keda.threshold is %v, and the default query counts workers: the pool would have 1/%v of the workers that it needs; set the threshold to 1, or give pools.%s.keda.query" $role $pool.keda.threshold $pool.keda.threshold $role) }}
+{{- end }}
 {{- if and (or $pool.hpa.enabled $pool.keda.enabled) (lt ($pool.minReplicas | int) 1) }}
 {{- fail (printf "pools.%s has an autoscaler, so pools.%s.minReplicas must be at least 1: an empty pool shows no demand" $role $role) }}
 {{- end }}
 {{- $_ := set $gpus $role ($pool.gpu.count | int) }}
+{{- include "baton.validateRanks" (list $role $) }}
+{{- if and (gt ($values.worker.perPod | int) 1) (index $values.pools $role).image }}
+{{- fail (printf "worker.perPod is %v, so both pools have the same pods: pools.%s.image has no effect; set image.worker" $values.worker.perPod $role) }}
+{{- end }}
 {{- if gt ($values.worker.perPod | int) 1 }}
 {{- range $name, $_ := $values.worker }}
 {{- if hasKey (index $values.pools $role) $name }}
@@ -289,12 +414,68 @@ karpenter.sh/do-not-disrupt: "true"
 {{- end }}
 {{- end }}
 {{- end }}
-{{- $ranks := dig "engine" "tensor_parallel" $gpus.decode $values.config | int }}
-{{- if and $gpus.decode (ne $ranks $gpus.decode) }}
-{{- fail (printf "config.engine.tensor_parallel (%d) is not worker.gpu.count (%d): each rank of a worker has one GPU" $ranks $gpus.decode) }}
+{{- if and (ne $gpus.prefill $gpus.decode) (not (and $gpus.prefill $gpus.decode)) }}
+{{- fail (printf "pools.prefill.gpu.count is %d and pools.decode.gpu.count %d: the model of both pools is on GPUs, or on CPUs (config.model.device)" $gpus.prefill $gpus.decode) }}
 {{- end }}
-{{- if ne $gpus.prefill $gpus.decode }}
-{{- fail (printf "pools.prefill.gpu.count (%d) and pools.decode.gpu.count (%d) differ: a worker of either pool may take the other's role" $gpus.prefill $gpus.decode) }}
+{{- end }}
+
+{{/* Labels that the chart sets: selectors and policies are made of them. */}}
+{{- define "baton.validateLabels" -}}
+{{- $values := .Values }}
+{{- $own := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/part-of" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "helm.sh/chart" "baton.dev/pool" }}
+{{- $places := dict "commonLabels" $values.commonLabels "ray.store.podLabels" $values.ray.store.podLabels }}
+{{- range $part := list "worker" "router" "controller" "head" "redis" }}
+{{- $_ := set $places (printf "%s.podLabels" $part) (get $values $part).podLabels }}
+{{- end }}
+{{- range $role := list "prefill" "decode" }}
+{{- $_ := set $places (printf "pools.%s.podLabels" $role) ((get $values.pools $role).podLabels | default dict) }}
+{{- end }}
+{{- range $kind := list "serviceMonitor" "podMonitor" "prometheusRule" "dashboards" }}
+{{- $_ := set $places (printf "monitoring.%s.labels" $kind) (get $values.monitoring $kind).labels }}
+{{- end }}
+{{- range $place, $labels := $places }}
+{{- range $label, $_ := $labels }}
+{{- if has $label $own }}
+{{- fail (printf "%s has %s, which the chart sets itself: its selectors would no longer find the pods; use another name" $place $label) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* (list role root) */}}
+{{- define "baton.validateRanks" -}}
+{{- $role := index . 0 }}
+{{- $root := index . 1 }}
+{{- $gpus := (include "baton.pool" . | fromYaml).gpu.count | int }}
+{{- $own := (get $root.Values.pools $role).engine | default dict }}
+{{- $ranks := get (include "baton.poolEngine" . | fromJson) "tensor_parallel" | default $gpus | int }}
+{{- if and $gpus (ne $ranks $gpus) }}
+{{- $of := hasKey ((get $root.Values.pools $role).gpu | default dict) "count" | ternary (printf "pools.%s" $role) "worker" }}
+{{- $set := hasKey $own "tensor_parallel" | ternary (printf "pools.%s" $role) "config" }}
+{{- fail (printf "%s.engine.tensor_parallel (%d) is not %s.gpu.count (%d): each rank of a worker has one GPU. Set pools.%s.gpu.count to the ranks, and no tensor_parallel: the chart derives it" $set $ranks $of $gpus $role) }}
+{{- end }}
+{{- end }}
+
+{{/* What workers compute on. */}}
+{{- define "baton.validateDevices" -}}
+{{- $device := dig "model" "device" "auto" .Values.config }}
+{{- range $role := list "prefill" "decode" }}
+{{- $pool := include "baton.pool" (list $role $) | fromYaml }}
+{{- $engine := include "baton.poolEngine" (list $role $) | fromJson }}
+{{- $ranks := get $engine "tensor_parallel" | default 1 | int }}
+{{- if not $pool.gpu.count }}
+{{- if hasPrefix "cuda" $device }}
+{{- fail (printf "config.model.device is %s, and the %s pool has no GPUs: set worker.gpu.count, or config.model.device=cpu" $device $role) }}
+{{- end }}
+{{- if and (gt $ranks 1) (ne $device "cpu") }}
+{{- fail (printf "engine.tensor_parallel of the %s pool is %d, and it has no GPUs, of which each rank needs one: set worker.gpu.count=%d, or config.model.device=cpu for ranks on CPUs" $role $ranks $ranks) }}
+{{- end }}
+{{- if $pool.rdma.enabled }}
+{{- fail (printf "the %s pool has RDMA devices and no GPUs: only NCCL, which copies between GPUs, uses them; set worker.gpu.count, or worker.rdma.enabled=false" $role) }}
+{{- end }}
+{{- else if eq (get $engine "runner" | default "auto") "native" }}
+{{- fail (printf "config.engine.runner is native, which computes on CPUs, and the %s pool has GPUs: set config.engine.runner=transformers, or worker.gpu.count=0" $role) }}
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -305,6 +486,10 @@ karpenter.sh/do-not-disrupt: "true"
 {{- end }}
 {{- if and $cache.prefetch.enabled (ne $cache.type "persistentVolumeClaim") }}
 {{- fail (printf "modelCache.prefetch.enabled needs modelCache.type persistentVolumeClaim: a Job cannot fill what is of each pod or node alone (%s)" $cache.type) }}
+{{- end }}
+{{- $isForMany := or (has "ReadWriteMany" $cache.accessModes) $cache.existingClaim $cache.oneNode }}
+{{- if and (eq $cache.type "persistentVolumeClaim") (not $isForMany) }}
+{{- fail (printf "modelCache.accessModes is %s: the claim is mounted by the pods of routers, workers and the controller, which Kubernetes places on several nodes, and those of the second node would never start. Use a storage class with ReadWriteMany, or another modelCache.type, or set modelCache.oneNode=true if all pods run on one node" (join ", " $cache.accessModes)) }}
 {{- end }}
 {{- if eq $cache.type "image" }}
 {{- if not $cache.image.reference }}
@@ -321,6 +506,13 @@ karpenter.sh/do-not-disrupt: "true"
 
 {{- define "baton.validateNetwork" -}}
 {{- $values := .Values }}
+{{- if and $values.gateway.backendTLS.caConfigMap (not (include "baton.tlsSecretName" .)) }}
+{{- fail "gateway.backendTLS.caConfigMap is set, and the routers speak plain text: set tls.issuer.name or tls.existingSecret" }}
+{{- end }}
+{{- $hpa := $values.router.autoscaling }}
+{{- if and $hpa.enabled (not $hpa.targetCPUUtilizationPercentage) (not $hpa.metrics) }}
+{{- fail "router.autoscaling has no metric: set router.autoscaling.targetCPUUtilizationPercentage or router.autoscaling.metrics" }}
+{{- end }}
 {{- range $name := list "worker" "router" "controller" "head" }}
 {{- if and (get $values $name).hostNetwork $values.networkPolicy.enabled }}
 {{- fail (printf "%s.hostNetwork: NetworkPolicies do not know pods on their node's network, and would cut them off; set networkPolicy.enabled=false" $name) }}
@@ -363,22 +555,29 @@ karpenter.sh/do-not-disrupt: "true"
 {{- define "baton.config" -}}
 {{- $full := include "baton.fullname" . }}
 {{- $config := deepCopy .Values.config }}
-{{- $gpus := (include "baton.pool" (list "decode" .) | fromYaml).gpu.count | int }}
+{{- $gpus := include "baton.gpusDiffer" . | empty | ternary ((include "baton.pool" (list "decode" .) | fromYaml).gpu.count | int) 0 }}
+{{- $rollout := include "baton.rollout" . | fromJson }}
+{{- $unavailable := $rollout.maxUnavailable }}
+{{- if not (hasSuffix "%" (toString $unavailable)) }}
+{{- $unavailable = mul $unavailable .Values.worker.perPod }}
+{{- end }}
 {{- $cluster := dict
+  "max_surge" ($rollout.maxSurge | toString)
+  "max_unavailable" ($unavailable | toString)
   "name" $full
   "prefill" (.Values.pools.prefill.initialReplicas | int)
   "decode" (.Values.pools.decode.initialReplicas | int)
   "grpc_port" 50051
   "http_port" 8000
-  "controller_host" "0.0.0.0"
+  "controller_host" (include "baton.listenHost" .)
   "controller_port" 50052
   "state_file" "/var/lib/baton/state.json"
   "gpus_per_worker" $gpus }}
 {{- $cluster = merge $cluster (include "baton.tlsCluster" . | fromJson) }}
 {{- $kubernetes := dict
   "namespace" .Release.Namespace
-  "prefill_pool" .Values.pools.prefill.name
-  "decode_pool" .Values.pools.decode.name }}
+  "prefill_pool" (include "baton.poolName" (list "prefill" .))
+  "decode_pool" (include "baton.poolName" (list "decode" .)) }}
 {{- $_ := set $kubernetes "workers_per_pod" (.Values.worker.perPod | int) }}
 {{- $_ := set $kubernetes "in_place" (eq (include "baton.inPlace" .) "yes") }}
 {{- if eq .Values.orchestrator "deployments" }}
@@ -386,7 +585,14 @@ karpenter.sh/do-not-disrupt: "true"
 {{- $_ := set $kubernetes "prefill_deployment" (printf "%s-%s" $full (first $groups)) }}
 {{- $_ := set $kubernetes "decode_deployment" (printf "%s-%s" $full (last $groups)) }}
 {{- end }}
-{{- $telemetry := dict "host" "0.0.0.0" "port" 9464 }}
+{{- if eq .Values.orchestrator "kuberay" }}
+{{- range $role := list "prefill" "decode" }}
+{{- with include "baton.poolBudget" (list $role $) }}
+{{- $_ := set $kubernetes (printf "%s_budget" $role) . }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- $telemetry := dict "host" (include "baton.listenHost" .) "port" 9464 }}
 {{- $given := .Values.config.telemetry | default dict }}
 {{- if and (include "baton.tlsDrawn" .) $given.otlp_endpoint (not (hasKey $given "otlp_tls")) }}
 {{- $_ := set $telemetry "otlp_tls" true }}
@@ -395,6 +601,9 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if $gpus }}
 {{- $_ := set $set "engine" (dict "tensor_parallel" $gpus) }}
 {{- end }}
+{{- with include "baton.poolsConfig" . | fromJson }}
+{{- $_ := set $set "pools" . }}
+{{- end }}
 {{- if .Values.redis.external.url }}
 {{- $_ := set $set "index" (dict "redis_url" .Values.redis.external.url) }}
 {{- end }}
@@ -402,9 +611,9 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if include "baton.tenantsSecretName" . }}
 {{- $_ := set $router "tenants_file" "/etc/baton-tenants/tenants.yaml" }}
 {{- end }}
-{{- /* gRPC lets an age vary by a tenth: even so, all clients have gone elsewhere before a router stops. */}}
-{{- if .Values.router.preStopSeconds }}
-{{- $_ := set $router "max_connection_age_s" (mulf 0.8 .Values.router.preStopSeconds) }}
+{{- /* gRPC lets an age vary by a tenth: with the computed one all clients have gone elsewhere before a router stops. */}}
+{{- with .Values.router.maxConnectionAgeSeconds | default (mulf 0.8 .Values.router.preStopSeconds) }}
+{{- $_ := set $router "max_connection_age_s" . }}
 {{- end }}
 {{- if ne .Values.tls.clientCertificates "off" }}
 {{- $_ := set $router "tls_client_certificates" .Values.tls.clientCertificates }}
@@ -423,14 +632,16 @@ karpenter.sh/do-not-disrupt: "true"
 {{- end }}
 {{- end }}
 
-{{/* What a worker reads. When only another section changes, workers need not restart. */}}
+{{/* What a pool's worker reads. When only another section or the other pool's engine changes, workers need not restart.
+     (list group root) */}}
 {{- define "baton.workerConfigChecksum" -}}
-{{- printf "%s%s" (pick .Values.config "model" "engine" "transfer" "index" "telemetry" "testing" | toJson) (include "baton.tlsSecretName" .) | sha256sum }}
+{{- $root := index . 1 }}
+{{- printf "%s%s%s" (pick $root.Values.config "model" "transfer" "index" "telemetry" "testing" | toJson) (include "baton.poolEngine" .) (include "baton.tlsSecretName" $root) | sha256sum }}
 {{- end }}
 
 {{/* What the controller reads, and hands to workers. */}}
 {{- define "baton.controllerConfigChecksum" -}}
-{{- printf "%s%s%s" (omit .Values.config "router" | toJson) (include "baton.tlsSecretName" .) (include "baton.inPlace" .) | sha256sum }}
+{{- printf "%s%s%s%s%s" (omit .Values.config "router" | toJson) (include "baton.poolsConfig" .) (include "baton.tlsSecretName" .) (include "baton.inPlace" .) (include "baton.rollout" .) | sha256sum }}
 {{- end }}
 
 {{/* Pods */}}
@@ -441,13 +652,13 @@ karpenter.sh/do-not-disrupt: "true"
 {{- $component := index . 1 }}
 {{- $root := index . 2 }}
 {{- with $values.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with $values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with $values.schedulerName }}
-schedulerName: {{ . }}
+schedulerName: {{ . | quote }}
 {{- end }}
 {{- if $values.hostNetwork }}
 hostNetwork: true
@@ -482,7 +693,7 @@ topologySpreadConstraints:
      environment, and Baton refuses settings that it does not know. (list service-account token root) */}}
 {{- define "baton.podCommon" -}}
 {{- $root := index . 2 -}}
-serviceAccountName: {{ index . 0 }}
+serviceAccountName: {{ index . 0 | quote }}
 automountServiceAccountToken: {{ index . 1 }}
 enableServiceLinks: false
 securityContext:
@@ -522,11 +733,11 @@ imagePullSecrets:
 {{- $root := index . 1 }}
 {{- with $root.Values.redis.external.existingSecret }}
 - name: BATON_INDEX_REDIS_URL
-  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $root.Values.redis.external.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $root.Values.redis.external.key | quote }}}}
 {{- end }}
 {{- if $root.Values.redis.enabled }}
 - name: INDEX_REDIS_PASSWORD
-  valueFrom: {secretKeyRef: {name: {{ include "baton.redisSecretName" $root }}, key: {{ index . 0 }}}}
+  valueFrom: {secretKeyRef: {name: {{ include "baton.redisSecretName" $root | quote }}, key: {{ index . 0 | quote }}}}
 - name: BATON_INDEX_REDIS_URL
   value: {{ include "baton.redisTls" $root | empty | ternary "redis" "rediss" }}://{{ index . 0 }}:$(INDEX_REDIS_PASSWORD)@{{ include "baton.redisHost" $root }}:6379/0
 {{- end }}
@@ -542,7 +753,7 @@ imagePullSecrets:
 - name: RAY_AUTH_MODE
   value: token
 - name: RAY_AUTH_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ include "baton.raySecretName" . }}, key: {{ .Values.ray.token.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ include "baton.raySecretName" . | quote }}, key: {{ .Values.ray.token.key | quote }}}}
 {{- end }}
 
 {{/* With a store, Ray's head may come back: nodes wait ten minutes for it, as KubeRay has them do. */}}
@@ -561,9 +772,9 @@ imagePullSecrets:
 - name: BATON_ROUTER_ID
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
 - name: BATON_ROUTER_CACHE_SECRET
-  valueFrom: {secretKeyRef: {name: {{ include "baton.cacheSecretName" . }}, key: {{ .Values.router.cacheSecret.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ include "baton.cacheSecretName" . | quote }}, key: {{ .Values.router.cacheSecret.key | quote }}}}
 - name: BATON_CLUSTER_HOST
-  value: 0.0.0.0
+  value: {{ include "baton.listenHost" . | quote }}
 - name: BATON_CLUSTER_ADVERTISE_HOST
   value: $(POD_IP)
 {{- end }}
@@ -621,7 +832,7 @@ imagePullSecrets:
 {{- with .root.Values.modelCache.image }}
 - name: model
   image:
-    reference: {{ empty $.weights | ternary (.tokenizerReference | default .reference) .reference }}
+    reference: {{ empty $.weights | ternary (.tokenizerReference | default .reference) .reference | quote }}
     pullPolicy: {{ .pullPolicy }}
 {{- end }}
 {{- end }}
@@ -675,16 +886,19 @@ imagePullSecrets:
 
 {{/* What Baton's own processes read. */}}
 {{- define "baton.ownVolumes" -}}
-- name: config
+- name: release-config
   configMap:
     name: {{ include "baton.fullname" . }}-config
+- name: config # a copy: an upgrade changes the ConfigMap under running pods, whose release may not know all new names
+  emptyDir:
+    sizeLimit: 2Mi
 - name: model-cache
 {{- if eq .Values.modelCache.type "persistentVolumeClaim" }}
   persistentVolumeClaim:
-    claimName: {{ .Values.modelCache.existingClaim | default (printf "%s-models" (include "baton.fullname" .)) }}
+    claimName: {{ .Values.modelCache.existingClaim | default (printf "%s-models" (include "baton.fullname" .)) | quote }}
 {{- else if eq .Values.modelCache.type "hostPath" }}
   hostPath:
-    path: {{ .Values.modelCache.hostPath }}
+    path: {{ .Values.modelCache.hostPath | quote }}
     type: DirectoryOrCreate
 {{- else if .Values.modelCache.sizeLimit }}
   emptyDir:
@@ -722,7 +936,7 @@ imagePullSecrets:
 {{- range $name, $role := .members }}
 {{- $file := printf "/run/baton-%s/keys" $name }}
 - name: {{ $name }}
-  image: {{ include "baton.image" (list $.image $.root) }}
+  image: {{ include "baton.image" (list $.image $.root) | quote }}
   imagePullPolicy: {{ $.image.pullPolicy }}
   command: [baton, keys, --role, {{ $role }}, --secret, /etc/baton-cluster/secret, --out, {{ $file }}{{ $follows | ternary ", --follow" "" }}]
   {{- if $follows }}
@@ -773,10 +987,10 @@ imagePullSecrets:
 {{- $root := index . 1 -}}
 - name: cluster-secret
   secret:
-    secretName: {{ include "baton.clusterSecretName" $root }}
+    secretName: {{ include "baton.clusterSecretName" $root | quote }}
     defaultMode: 0440
     items:
-      - {key: {{ $root.Values.clusterSecret.key }}, path: secret}
+      - {key: {{ $root.Values.clusterSecret.key | quote }}, path: secret}
 {{- range index . 0 }}
 - name: {{ . }}
   emptyDir:
@@ -790,6 +1004,20 @@ imagePullSecrets:
      values: the part's, of which initContainers, extraEnv, envFrom and extraVolumeMounts are read here */}}
 {{- define "baton.initContainers" -}}
 {{- include "baton.keysContainers" . }}
+- name: settings # the pod keeps those with which it has started
+  image: {{ include "baton.image" (list .image .root) | quote }}
+  imagePullPolicy: {{ .image.pullPolicy }}
+  command: [sh, -c, "test -e /etc/baton/baton.yaml || { cp /etc/baton-release/baton.yaml /etc/baton/new && mv /etc/baton/new /etc/baton/baton.yaml; }"]
+  resources:
+    {{- toYaml .root.Values.clusterSecret.resources | nindent 4 }}
+  securityContext:
+    {{- toYaml .securityContext | nindent 4 }}
+  volumeMounts:
+    - name: release-config
+      mountPath: /etc/baton-release
+      readOnly: true
+    - name: config
+      mountPath: /etc/baton
 {{- with .values.initContainers }}
 {{ toYaml . }}
 {{- end }}
@@ -799,7 +1027,7 @@ imagePullSecrets:
 {{- end }}
 {{- range $name := $names }}
 - name: {{ $name }}
-  image: {{ include "baton.image" (list $.image $.root) }}
+  image: {{ include "baton.image" (list $.image $.root) | quote }}
   imagePullPolicy: {{ $.image.pullPolicy }}
   {{- if eq $name "model" }}
   command: [baton, run, model{{ eq $.part "worker" | ternary "" ", --no-weights" }}, --config, /etc/baton/baton.yaml]
@@ -811,7 +1039,7 @@ imagePullSecrets:
     {{- eq $name "model" | ternary (include "baton.env" $.root) $.env | nindent 4 }}
     {{- if and (eq $name "model") $.root.Values.huggingFace.existingSecret }}
     - name: HF_TOKEN
-      valueFrom: {secretKeyRef: {name: {{ $.root.Values.huggingFace.existingSecret }}, key: {{ $.root.Values.huggingFace.key }}}}
+      valueFrom: {secretKeyRef: {name: {{ $.root.Values.huggingFace.existingSecret | quote }}, key: {{ $.root.Values.huggingFace.key | quote }}}}
     {{- end }}
     {{- with $.values.extraEnv }}
     {{- toYaml . | nindent 4 }}
@@ -849,10 +1077,11 @@ apiVersion: policy/v1
 kind: PodDisruptionBudget
 metadata:
   name: {{ include "baton.fullname" $root }}-{{ index . 0 }}
-  namespace: {{ $root.Release.Namespace }}
+  namespace: {{ $root.Release.Namespace | quote }}
   labels:
     {{- include "baton.labels" (list (index . 0) $root) | nindent 4 }}
 spec:
+  unhealthyPodEvictionPolicy: AlwaysAllow # else a pod that never gets ready blocks every drain
   minAvailable: 1
   selector:
     matchLabels:

@@ -48,7 +48,7 @@ true
 {{- with include "baton.tlsSecretName" . }}
 - name: tls
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
     defaultMode: 0440
 {{- end }}
 {{- end }}
@@ -81,10 +81,10 @@ port: http
 {{- with include "baton.tlsSecretName" . }}
 scheme: https
 tlsConfig:
-  serverName: {{ include "baton.tlsMemberName" $ }}
+  serverName: {{ include "baton.tlsMemberName" $ | quote }}
   ca:
     secret:
-      name: {{ . }}
+      name: {{ . | quote }}
       key: ca.crt
 {{- end }}
 {{- end }}

@@ -6,6 +6,7 @@
 {{- $pool := include "baton.pool" . | fromYaml }}
 {{- $kuberay := eq $root.Values.orchestrator "kuberay" }}
 {{- $isShared := eq $role "worker" }}
+{{- $image := include "baton.workerImage" . | fromYaml }}
 {{- $labels := $isShared | ternary (dict) (dict "baton.dev/pool" $role) }}
 {{- $labels = merge $labels $pool.podLabels }}
 {{- $resources := include "baton.withDisk" (list (include "baton.workerResources" $pool | fromYaml) "weights" $root) | fromYaml }}
@@ -14,7 +15,7 @@ metadata:
   labels:
     {{- include "baton.podLabels" (list $role $labels $root) | nindent 4 }}
   annotations:
-    checksum/config: {{ include "baton.workerConfigChecksum" $root }}
+    checksum/config: {{ include "baton.workerConfigChecksum" . }}
     {{- if $kuberay }}
     ray.io/overwrite-container-cmd: "true" # KubeRay's own command is in KUBERAY_GEN_RAY_START_CMD
     {{- end }}
@@ -23,11 +24,15 @@ spec:
   {{- include "baton.podCommon" (list (include "baton.account" (list "" $root)) false $root) | nindent 2 }}
   {{- include "baton.scheduling" (list $pool $role $root) | nindent 2 }}
   terminationGracePeriodSeconds: {{ include "baton.workerGrace" . }}
+  {{- with $pool.resourceClaims }}
+  resourceClaims:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   initContainers:
     {{- include "baton.initContainers" (dict
         "part" "worker"
         "members" (dict "keys" "worker" "operator-keys" "operator")
-        "image" $root.Values.image.worker
+        "image" $image
         "env" (include "baton.workerEnv" $root)
         "mounts" (include "baton.rayMounts" $root)
         "resources" $resources
@@ -36,8 +41,8 @@ spec:
         "root" $root) | nindent 4 }}
   containers:
     - name: worker
-      image: {{ include "baton.image" (list $root.Values.image.worker $root) }}
-      imagePullPolicy: {{ $root.Values.image.worker.pullPolicy }}
+      image: {{ include "baton.image" (list $image $root) | quote }}
+      imagePullPolicy: {{ $image.pullPolicy }}
       command:
         {{- include "baton.nodeProcess" $root | nindent 8 }}
         {{- if $kuberay }}
@@ -99,13 +104,21 @@ spec:
 {{/* With the pod's GPUs and RDMA devices. Kubernetes takes the limit of a device as its request. */}}
 {{- define "baton.workerResources" -}}
 {{- $devices := dict }}
-{{- if .gpu.count }}
+{{- if and .gpu.count .gpu.resource }}
 {{- $_ := set $devices .gpu.resource (include "baton.podGpus" . | int) }}
 {{- end }}
 {{- if .rdma.enabled }}
 {{- $_ := set $devices .rdma.resource (.rdma.count | int) }}
 {{- end }}
-{{- toYaml (mergeOverwrite (deepCopy .resources) (dict "limits" $devices)) }}
+{{- $claims := list }}
+{{- range .resourceClaims }}
+{{- $claims = append $claims (dict "name" .name) }}
+{{- end }}
+{{- $resources := mergeOverwrite (deepCopy .resources) (dict "limits" $devices) }}
+{{- if $claims }}
+{{- $_ := set $resources "claims" $claims }}
+{{- end }}
+{{- toYaml $resources }}
 {{- end }}
 
 {{/* RDMA pins memory. Linux gives an added capability effect for root alone; others need the runtime's memlock limit. */}}

@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dlfcn.h>
+#include <errno.h>
 #include <netinet/in.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,7 +30,12 @@ int bind(int fd, const struct sockaddr *address, socklen_t length) {
         if (address->sa_family == AF_INET6 && length >= sizeof(struct sockaddr_in6)) {
             struct sockaddr_in6 v6 = *(const struct sockaddr_in6 *)address;
             if (IN6_IS_ADDR_UNSPECIFIED(&v6.sin6_addr)) { /* ::ffff:A.B.C.D */
-                int off = 0;
+                int off = 0, v6_only = 0;
+                socklen_t size = sizeof v6_only;
+                if (getsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &v6_only, &size) == 0 && v6_only) {
+                    errno = EADDRNOTAVAIL; /* a pod has no IPv6 address */
+                    return -1;
+                }
                 setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
                 memset(v6.sin6_addr.s6_addr + 10, 0xff, 2);
                 memcpy(v6.sin6_addr.s6_addr + 12, &own, 4);

@@ -4,7 +4,7 @@ import ipaddress
 
 import pytest
 
-from baton.addresses import addresses_of, grpc_target, host_of, ip_address, is_address
+from baton.addresses import address_of, addresses_of, grpc_target, host_of, ip_address, is_address
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,12 @@ def test_one_host_has_many_spellings() -> None:
     assert addresses_of("") == frozenset()
     with pytest.raises(OSError, match=r"[Nn]ame"):
         addresses_of("there.is.no.such.host.invalid")
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("10.0.0.1", "10.0.0.1:80"), ("fd00::1", "[fd00::1]:80"), ("[fd00::1]", "[fd00::1]:80"), ("::", "[::]:80")],
+)
+def test_an_ipv6_host_is_in_brackets(host: str, address: str) -> None:
+    assert address_of(host, 80) == address
+    assert host_of(address) == host.strip("[]")

@@ -61,6 +61,21 @@ async def test_grpc_ports_are_shared_only_if_asked(shares_port: bool) -> None:
         await server.stop(0)
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+async def test_two_colons_stand_for_the_addresses_of_both_families() -> None:
+    """As the pods of a cluster with IPv6 listen."""
+    rpc = RpcServer(())
+    port = rpc.bind("::", 0)
+    await rpc.start()
+    (http,) = bound("::", 0, False)
+    http.listen()
+    with closing(http):
+        for host in (HOST, "::1"):
+            for each in (port, port_of([http])):
+                socket.create_connection((host, each), timeout=5).close()
+    await rpc.stop(0)
+
+
 def test_a_program_that_shares_nothing_keeps_its_port() -> None:
     with socket.socket() as taken:
         taken.bind((HOST, 0))

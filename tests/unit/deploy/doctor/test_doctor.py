@@ -325,6 +325,7 @@ def findings(**changed: Any) -> dict[str, Check]:
 
 def test_a_redis_as_it_should_be_has_nothing_to_fix() -> None:
     assert {check.state for check in findings().values()} == {"ok"}
+    assert findings(appends=True)["redis persistence"] == Check("redis persistence", "ok", "appendonly")
 
 
 @pytest.mark.parametrize(
@@ -332,7 +333,6 @@ def test_a_redis_as_it_should_be_has_nothing_to_fix() -> None:
     [
         ({"version": "6.0.16"}, "redis version", "fail"),
         ({"policy": "allkeys-lru"}, "redis eviction", "fail"),
-        ({"appends": True}, "redis persistence", "warn"),
         ({"saves": "3600 1"}, "redis persistence", "warn"),
         ({"round_trip_s": 0.02}, "redis round trip", "warn"),
         ({"ahead_s": 3.0}, "clock", "warn"),
