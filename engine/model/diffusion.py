@@ -30,6 +30,7 @@ import torch.nn.functional as F  # noqa: N812 - the name the field uses
 from transformers import DynamicCache
 
 from baton.errors import ModelLoadError, in_one_line
+from engine.core.image_store import ImageStore
 from engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from engine.model import pretrained
 from engine.model.attention import ATTENTION_NAME, set_step
@@ -65,7 +66,7 @@ class DiffusionRunner(LogitsRunner):
     """
 
     name = "transformers"
-    images = "the prompts of models that denoise a canvas are read as text alone"
+    images: ImageStore | str = "the prompts of models that denoise a canvas are read as text alone"
     """See `Runner.images`."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, set_aside: int = 0) -> None:
