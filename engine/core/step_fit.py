@@ -29,14 +29,18 @@ class StepSize:
     """Drafts that are checked, in addition to the new tokens; see `StepPart.num_drafts`."""
 
     @classmethod
-    def of(cls, step: StepInput) -> StepSize:
-        """Return the size of a step."""
+    def of(cls, step: StepInput, *, denoises: bool = False) -> StepSize:
+        """Return the size of a step.
+
+        Args:
+            denoises: whether the model denoises canvases: each step of one counts as decoding, also of the first one.
+        """
         num_new = num_pairs = num_decoding = num_kv_tokens = num_drafts = 0
         for part in step.parts:
             num_tokens, start = len(part.token_ids) - part.num_drafts, part.num_computed_tokens
             num_new += num_tokens
             num_drafts += part.num_drafts
-            if part.is_decoding:
+            if part.is_decoding or (denoises and part.sample and num_tokens == 1):
                 num_decoding += 1
                 num_kv_tokens += start + 1
             else:

@@ -97,7 +97,7 @@ class StepThreads:
             output = self._collector.submit(lambda: launching.result().collect())
         else:
             launched = output = self._thread.submit(self._execute, after, step, on_layer_done)
-        size = StepSize.of(step)
+        size = StepSize.of(step, denoises=self._runner.canvas_length > 0)
         expected_s = size.expected_s(costs)
         self.last = RunningStep(
             step=step,

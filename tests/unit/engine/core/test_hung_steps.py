@@ -19,7 +19,7 @@ from engine.core.loop import EngineLoop
 from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
-from engine.core.step_threads import HUNG, LIMIT_PARTS, ends_within
+from engine.core.step_threads import HUNG, LIMIT_PARTS, StepThreads, ends_within
 from engine.testing import ArithmeticRunner, expected_tokens
 from tests.support.builders import step_costs
 from tests.unit.engine.core.test_engine import make_spec, numbers
@@ -212,6 +212,19 @@ async def test_a_slow_step_of_a_healthy_device_is_waited_for(knows_by: str) -> N
         runner.token_s = 0.0
         runner.allowed.release()
         assert await asyncio.wait_for(answering, 10) == expected_tokens(prompt, 1)
+
+
+@pytest.mark.parametrize("canvas_length", [0, 16])
+async def test_a_step_of_a_first_canvas_counts_as_decoding(canvas_length: int) -> None:
+    runner = ArithmeticRunner(64)
+    runner.canvas_length = canvas_length
+    engine = loop_of(runner).engine
+    engine.add(make_spec([5], 4), Purpose.GENERATE, 0.0)
+    threads = StepThreads(runner, LIMIT_S, plans_ahead=False)
+    step = threads.execute(engine.schedule(0.0)[0], ignore_layer, 0.0, engine.costs, None)
+    assert await step.has_ended()
+    threads.close(waits=True)
+    assert (step.size.num_new, step.size.num_decoding) == (1, int(canvas_length > 0))
 
 
 async def test_a_process_that_was_stopped_has_not_waited() -> None:

@@ -310,6 +310,14 @@ def test_the_size_of_a_step_is_that_of_its_parts() -> None:
     )
     last_token_of_a_prompt = part(30, 30, 29, 1)
     assert StepSize.of(StepInput((last_token_of_a_prompt,))) == StepSize(num_new=1, num_pairs=29)
+    in_its_first_canvas = StepInput((last_token_of_a_prompt._replace(sample=True), chunk))
+    assert StepSize.of(in_its_first_canvas, denoises=True) == StepSize(
+        num_new=1 + len(chunk.token_ids),
+        num_pairs=StepSize.of(StepInput((chunk,))).num_pairs,
+        num_decoding=1,
+        num_kv_tokens=last_token_of_a_prompt.num_computed_tokens + 1,
+    )
+    assert StepSize.of(StepInput((last_token_of_a_prompt._replace(sample=False),)), denoises=True).num_decoding == 0
 
 
 TRUE_COSTS = StepCosts(
