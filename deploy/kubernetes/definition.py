@@ -58,7 +58,7 @@ def access_from(environ: Mapping[str, str], account: Path = ACCOUNT) -> ApiAcces
     )
 
 
-class Refused(BatonError):
+class Refused(Exception):
     """The API server has refused a request.
 
     Attributes:

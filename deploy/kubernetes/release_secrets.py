@@ -95,7 +95,7 @@ def main() -> None:
         access = access_from(os.environ)
         for each in (WantedSecret(**json.loads(text)) for text in wanted):
             sys.stdout.write(f"Secret {each.name}: {ensure(each, namespace, access)}.\n")
-    except BatonError as error:
+    except (BatonError, Refused) as error:
         sys.exit(
             f"the Secrets of the release cannot be created: {error}. Without the chart's hook: create them, and name "
             "them in the existingSecret of clusterSecret, router.cacheSecret, ray.token, redis.passwords and "
