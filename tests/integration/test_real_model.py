@@ -455,7 +455,8 @@ def test_the_command_line(split_cluster: Cluster) -> None:
     answer = json.loads(baton("generate", "The capital of France is", "--max-tokens", "4", "--json"))
     assert answer["usage"]["completion_tokens"] == 4
     status = json.loads(baton("status", "--json"))
-    assert status["pools"] == {"prefill": {"desired": 1, "ready": 1}, "decode": {"desired": 1, "ready": 1}}
+    whole = {"desired": 1, "ready": 1, "engine": []}
+    assert status["pools"] == {"prefill": whole, "decode": whole}
     assert {worker["id"]: worker["role"] for worker in status["workers"]} == {
         "worker-0": "prefill",
         "worker-1": "decode",
