@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.embedded_redis import EmbeddedRedis
+from deploy.ray_pools.lean_node import free_ports
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy" / "docker"
@@ -47,7 +47,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where the images' contents come from; empty: from where the Dockerfiles say."""
+    """Sources of the images' contents; empty: those that the Dockerfiles name."""
 
     base: str = ""
     """Base image with Python, as NAME:TAG."""
@@ -155,7 +155,7 @@ def try_images(builder: Builder, tag: str) -> str:
         for path in shared.values():
             path.mkdir(mode=0o777)
             path.chmod(0o777)
-        redis, ray, client, grpc, http, control = (free_port() for _ in range(6))
+        redis, ray, client, grpc, http, control = free_ports(6)
         server = EmbeddedRedis(port=redis)
         server.start()
         stack.callback(server.stop)
@@ -228,14 +228,6 @@ def completed(url: str) -> str:
     if not text:
         raise Failed(f"the prompt got no text: {found}")
     return text
-
-
-def free_port() -> int:
-    """Return a loopback port that is free now."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        number: int = bound.getsockname()[1]
-        return number
 
 
 def run(command: Sequence[str]) -> None:

@@ -33,7 +33,7 @@ OF_FIELD = {
     "reasoning": ("qwen3", "gpt_oss", "deepseek_v3"),
     "state-space": ("mamba2",),
     "hybrids": ("qwen3_next", "nemotron_h", "granitemoehybrid", "falcon_h1"),
-    "images": ("smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+    "multimodal ([images](images.md))": ("smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
     "encoder and decoder": ("t5", "bart", "m2m_100"),
     "diffusion": ("diffusion_gemma",),
 }
@@ -71,11 +71,9 @@ def families() -> str:
         "| Family | Types, for example | A KV transfer carries | Prefixes are reused | An answer goes on elsewhere |"
     ]
     rows = [*head, "|---|---|---|---|---|", *(_family(name, kinds) for name, kinds in OF_FIELD.items())]
-    same = "adapters ([LoRA](adapters.md)) | of the types above, on transformers"
-    own = "as their model's" if _reused("llama") == "at every block" else "no"
-    return "\n".join(
-        [*rows, f"| {same} | as their model's | {own}, apart for each adapter's content | as their model's |", ""]
-    )
+    of_adapters = ("as their model's", "as their model's, apart for each adapter's content", "as their model's")
+    adapters = "adapters ([LoRA](adapters.md))", "of the types above, on transformers", *of_adapters
+    return "\n".join([*rows, f"| {' | '.join(adapters)} |", ""])
 
 
 def _family(name: str, kinds: Sequence[str]) -> str:

@@ -28,6 +28,8 @@ NumOrPercent: TypeAlias = Annotated[
     str, Field(pattern=r"^([0-9]{1,4}|100%|[0-9]{1,2}%)$"), Must.be("a number of workers, or a percentage up to 100%")
 ]
 """Number of a pool's workers, such as 2, or percentage of the pool, such as 25%."""
+LEAST_STARTING = 4
+"""Workers that may start at a time in small clusters, unless `cluster.starting` is set."""
 
 
 @section("cluster")
@@ -139,11 +141,8 @@ class ClusterConfig:
 
     def num_unavailable(self, num_workers: int) -> int:
         """Return how many workers of a pool of that size may be missing while they are replaced."""
-        return max(int(_part(self.max_unavailable, num_workers)), int(self.max_unavailable.strip("0") not in ("", "%")))
-
-
-LEAST_STARTING = 4
-"""Workers that may start at a time in small clusters, unless `cluster.starting` is set."""
+        least = min(int(self.max_unavailable.rstrip("%")), 1)
+        return max(int(_part(self.max_unavailable, num_workers)), least)
 
 
 def _part(given: str, num_workers: int) -> float:

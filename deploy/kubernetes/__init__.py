@@ -10,6 +10,8 @@ release_secrets  creates the Secrets of a release that are absent; runs on its o
 pools            reads, follows and writes the ServingPools of both roles
 node_plan        computes how many pods should be Ray nodes, if plain Deployments create them
 nodes            reads and changes those Deployments
+budgets          keeps the disruption budgets of pods that no Deployment creates
+events           posts Events of ServingPools
 """
 
 __all__ = ["budgets", "definition", "events", "node_plan", "nodes", "pools", "release_secrets", "serving_pool"]

@@ -75,7 +75,7 @@ class WorkerActor:
     async def turn(self, limit: int) -> None:
         """Wait until fewer than `limit` other workers of this node load their models. `start` ends the turn.
 
-        If this node's temporary folder cannot be used, nobody waits.
+        If this node's temporary folder cannot be used, the worker does not wait.
         """
         if self._turn is None and self._started is None:
             self._turn = asyncio.create_task(wait_for_turn(folder_of(_node_id()), limit))

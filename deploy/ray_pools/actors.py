@@ -225,7 +225,7 @@ class RayActors:
 
     async def turn(self, actor: Any) -> None:
         """Wait until the actor's node lets its worker load the model. Raises WorkerFailed if the actor is gone."""
-        with contextlib.suppress(AttributeError):  # an actor of an earlier version waits for nobody
+        with contextlib.suppress(AttributeError):  # an actor of an earlier version has no turns
             await _result(actor.turn.remote(self._starting_per_node))
 
     async def start(self, actor: Any) -> Started:

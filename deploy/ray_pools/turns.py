@@ -18,7 +18,7 @@ from typing import BinaryIO
 from baton.own_files import make_own
 
 KEPT_S = 86_400.0
-"""Time after which the folder of a Ray node that nobody has used since is removed."""
+"""Time without use after which the folder of a Ray node is removed."""
 POLL_S = 0.2
 """Interval at which a worker tries to get a turn."""
 

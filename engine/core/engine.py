@@ -197,9 +197,9 @@ class Engine:
             step: the executing step, which must be the last one scheduled.
             begins_s: time at which it is expected to end.
         """
-        sequences = [self.sequences[part.sequence_key] for part in step.parts]
         if self.runner.canvas_length:
             return None  # the number of new tokens is not known before
+        sequences = [self.sequences[part.sequence_key] for part in step.parts]
         if not ahead.is_possible(step, sequences, self.scheduler):
             return None
         for part, sequence in zip(step.parts, sequences, strict=True):

@@ -23,7 +23,7 @@ ASKED_BY = {
     "logprobs": "best_of above n asks for them",
     "structured_outputs": "response_format, and tool_choice other than auto and none, ask for them",
 }
-"""What else of a request sets such a parameter, by its name."""
+"""Other fields of a request that set such a parameter, as the end of a sentence, by the parameter's name."""
 
 
 def require_computable(spec: SequenceSpec, runner: Runner) -> None:

@@ -142,9 +142,7 @@ def ask(config: Any, *, sees: bool = False) -> AskedModel:
     except Exception as error:  # the model's own code
         raise ModelLoadError(f"transformers cannot make the model of config.json: {in_one_line(error)}") from error
     notes, cache, called = _asked(model, config)
-    longest = getattr(text, "max_position_embeddings", None)
-    found = ((index, _layer(index, notes, cache, longest)) for index in range(text.num_hidden_layers))
-    layers = {index: layer for index, layer in found if layer is not None}
+    layers = _layers(text, notes, cache)
     is_latent = any(layer.is_latent for layer in layers.values())
     shape = ModelShape(
         config=text,
@@ -212,16 +210,14 @@ def _ask_diffusion(config: Any) -> AskedModel:
     except Exception as error:  # the model's own code
         raise ModelLoadError(f"transformers cannot make the model of config.json: {in_one_line(error)}") from error
     notes, cache, _ = _asked(encoder, text)
-    longest = getattr(text, "max_position_embeddings", None)
-    found = ((index, _layer(index, notes, cache, longest)) for index in range(text.num_hidden_layers))
-    layers = {index: layer for index, layer in found if layer is not None}
+    layers = _layers(text, notes, cache)
     if any(layer.is_latent or layer.source is not None for layer in layers.values()) or any(
         call.honours for call in notes.calls.values()
     ):
         raise ModelLoadError(f"models of type {kind!r} are not supported: their attention has terms not known here")
     num_parameters = sum(weight.numel() for weight in model.parameters())
-    above = model.get_submodule(ENCODER.rpartition(".")[0])
-    unused = tuple(f"{ENCODER.rpartition('.')[0]}.{name}" for name, _ in above.named_children() if name not in ENCODER)
+    above, _, own = ENCODER.rpartition(".")
+    unused = tuple(f"{above}.{name}" for name, _ in model.get_submodule(above).named_children() if name != own)
     return AskedModel(type(model), ModelShape(config=text, layers=layers), num_parameters, unused)
 
 
@@ -361,6 +357,13 @@ def _take_notes(
 
 
 AttentionInterface.register(NOTES, _take_notes)
+
+
+def _layers(text: Any, notes: _Notes, cache: DynamicCache) -> dict[int, AttentionLayer]:
+    """Return the attention of each layer that has one, by the layer's index."""
+    longest = getattr(text, "max_position_embeddings", None)
+    found = ((index, _layer(index, notes, cache, longest)) for index in range(text.num_hidden_layers))
+    return {index: layer for index, layer in found if layer is not None}
 
 
 def _layer(index: int, notes: _Notes, cache: DynamicCache, longest: int | None) -> AttentionLayer | None:

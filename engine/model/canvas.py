@@ -38,7 +38,7 @@ MAX_STEPS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How a model's canvases are denoised, from its generation_config.json."""
+    """Parameters of denoising, from a model's generation_config.json."""
 
     num_steps: int = 48
     """Maximum number of steps."""
@@ -106,7 +106,7 @@ class Noise(NamedTuple):
 
 
 class NoiseKey(NamedTuple):
-    """What the random numbers of a canvas depend on."""
+    """Key of a canvas's random numbers."""
 
     seed: int
     choice_index: int

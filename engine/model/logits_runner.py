@@ -145,15 +145,15 @@ class LogitsRunner(ABC):
         kept = "fp8" if model.weights == "fp8" else self.dtype
         weights = weights_bytes(Path(model.path), kept) // len(devices)
         adapters = adapters_bytes(Path(model.path), engine.max_adapters, engine.max_adapter_rank, self.dtype)
-        adapters += self._canvas_bytes
+        others = adapters + self._canvas_bytes
         if devices[0].type == "cuda":
             free, total = torch.cuda.mem_get_info(devices[0])
             free = min(free, int(share * total))
-            others = adapters // len(devices)
+            others //= len(devices)
             room = Room(free=free, num_pools=1, needed=weights, others=others, on_gpu=True, set_aside=self._set_aside)
         else:
             free, needed = available_memory(share), weights + PROCESS_BYTES + self._image_bytes
-            room = Room(free=free, num_pools=len(devices), needed=needed, others=adapters)
+            room = Room(free=free, num_pools=len(devices), needed=needed, others=others)
         return room.pool_gib(engine.kv_cache_gib)
 
     def _sizes_of(self, num_blocks: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from baton.addresses import is_address
 from baton.blocks import HASH_BLOCK
-from baton.cluster import BlockCounts, ControllerInfo, RouterInfo, TransferCounts, Worker, WorkerInfo, WorkerLoad
+from baton.cluster import BlockCounts, ControllerInfo, RouterInfo, TransferCounts, WorkerInfo, WorkerLoad
 from kvstore.index.values import MAX_EPOCH, MAX_SEQ, MAX_TEXT, label
 
 if TYPE_CHECKING:
@@ -80,11 +80,6 @@ def _differences(value: DataclassInstance, usual: DataclassInstance) -> dict[str
             has_defaults = isinstance(own, (BlockCounts, TransferCounts))
             found[each.name] = _differences(own, type(own)()) if has_defaults else own
     return found
-
-
-def decode_worker(info: bytes, load: bytes) -> Worker:
-    """Decode a worker; raises ValueError."""
-    return Worker(decode_info(info), decode_load(load))
 
 
 def decode_info(found: bytes) -> WorkerInfo:

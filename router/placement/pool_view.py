@@ -481,7 +481,7 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """What the workers' costs are compared with."""
+    """Limits and usual values of the costs that workers report."""
 
     least: StepCosts = PRIOR
     """Lowest plausible costs."""

@@ -1,4 +1,4 @@
-"""What the leases of many workers cost a router: CPU of an idle worker's second, and how long its event loop stops.
+"""Benchmark of many workers' leases: a router's CPU for an idle worker's second, and the stops of its event loop.
 
 A router polls leases and index every second. Workers renew every three seconds (`index.renew_s`): idle ones by a link,
 busy ones by a signature, and these report a load each second with an event. A ticker runs beside the poll whenever the

@@ -38,7 +38,7 @@ from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import BlockEvent, IndexOutcome, Op, RedisConnection
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper, RedisLeases
-from kvstore.leases.codec import decode_load, decode_worker, encode, encode_load
+from kvstore.leases.codec import decode_info, decode_load, encode, encode_load
 from router.cluster.dependencies import Dependencies
 from tests.contract.roles import url_of
 from tests.support import builders
@@ -260,23 +260,24 @@ def test_a_field_of_a_newer_release_is_skipped() -> None:
     info, load = encode(worker_info("w", 1)), encode(LOAD)
     newer = load.replace('"total":100', '"total":100,"pinned":4').replace('"running":3', '"running":3,"paused":1')
     assert newer != load
-    assert decode_worker(info.encode(), newer.encode()) == Worker(worker_info("w", 1), LOAD)
+    assert (decode_info(info.encode()), decode_load(newer.encode())) == (worker_info("w", 1), LOAD)
     newer = load.replace('"s_weights"', '"s_of_later":1e-3,"s_weights"').replace(
         '"resent"', '"again":{"x":[]},"resent"'
     )
     assert newer.count("later") == newer.count("again") == 1
-    assert decode_worker(info.encode(), newer.encode()) == Worker(worker_info("w", 1), LOAD)
+    assert (decode_info(info.encode()), decode_load(newer.encode())) == (worker_info("w", 1), LOAD)
     older = json.loads(load)
     del older["costs"], older["transfers"]
-    assert decode_worker(info.encode(), json.dumps(older).encode()) == Worker(worker_info("w", 1), LOAD)
+    assert decode_load(json.dumps(older).encode()) == LOAD
 
 
 def test_a_worker_of_an_older_release_serves_no_adapters() -> None:
     info, load = json.loads(encode(worker_info("w", 1))), json.loads(encode(LOAD))
-    assert decode_worker(json.dumps(info | {"max_adapters": 4}).encode(), encode(LOAD).encode()).info.max_adapters == 4
+    assert decode_info(json.dumps(info | {"max_adapters": 4}).encode()).max_adapters == 4
     del info["max_adapters"], load["adapters"], load["adapter_load_s"]
-    worker = decode_worker(json.dumps(info).encode(), json.dumps(load).encode())
-    assert (worker.info.max_adapters, worker.load.adapters, worker.load.adapter_load_s) == (0, (), 0.0)
+    assert decode_info(json.dumps(info).encode()).max_adapters == 0
+    found = decode_load(json.dumps(load).encode())
+    assert (found.adapters, found.adapter_load_s) == ((), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -285,15 +286,15 @@ def test_a_worker_of_an_older_release_serves_no_adapters() -> None:
 def test_no_lease_lists_what_can_be_no_adapter(wrong: dict[str, object]) -> None:
     load = json.loads(encode(LOAD)) | wrong
     with pytest.raises(ValueError, match=r"adapter|a{9}|x1b"):
-        decode_worker(encode(worker_info("w", 1)).encode(), json.dumps(load).encode())
+        decode_load(json.dumps(load).encode())
 
 
 def test_engine_and_sampler_are_read_as_names_and_an_older_release_names_none() -> None:
     info = dataclasses.replace(worker_info("w", 1), engine="transformers", sampler="inverse-transform-blake2b/1")
-    assert decode_worker(encode(info).encode(), encode(LOAD).encode()).info == info
+    assert decode_info(encode(info).encode()) == info
     older = json.loads(encode(info))
     del older["engine"], older["sampler"]
-    read = decode_worker(json.dumps(older).encode(), encode(LOAD).encode()).info
+    read = decode_info(json.dumps(older).encode())
     assert read == worker_info("w", 1)
     assert (read.engine, read.sampler) == ("", "")
 
@@ -301,10 +302,10 @@ def test_engine_and_sampler_are_read_as_names_and_an_older_release_names_none() 
 def test_what_a_worker_computes_with_is_read_within_bounds() -> None:
     computes = Computes(gpu="NVIDIA H200", num_ranks=2, dtype="bfloat16", plans_ahead=True, fallbacks=("a: b",))
     info = dataclasses.replace(worker_info("w", 1), computes=computes)
-    assert decode_worker(encode(info).encode(), encode(LOAD).encode()).info == info
+    assert decode_info(encode(info).encode()) == info
     older = json.loads(encode(info))
     del older["computes"]
-    assert decode_worker(json.dumps(older).encode(), encode(LOAD).encode()).info == worker_info("w", 1)
+    assert decode_info(json.dumps(older).encode()) == worker_info("w", 1)
     for name, garbage in (
         ("num_graphs", 2**31), ("num_fused", -1), ("num_ranks", "2"), ("plans_ahead", "yes"), ("attention", "a b"),
         ("fallbacks", ["x"] * 1001), ("fallbacks", [1]), ("gpu", 5),
@@ -312,7 +313,7 @@ def test_what_a_worker_computes_with_is_read_within_bounds() -> None:
         written = json.loads(encode(info))
         written["computes"][name] = garbage
         with pytest.raises(ValueError, match=r"\bno (number|name|list|text)"):
-            decode_worker(json.dumps(written).encode(), encode(LOAD).encode())
+            decode_info(json.dumps(written).encode())
 
 
 @pytest.mark.parametrize("name", ["engine", "sampler"])
@@ -322,7 +323,7 @@ def test_what_a_worker_computes_with_is_read_within_bounds() -> None:
 def test_what_is_no_name_of_an_engine_or_a_sampler_is_refused(name: str, garbage: object) -> None:
     written = json.dumps(json.loads(encode(worker_info("w", 1))) | {name: garbage})
     with pytest.raises(ValueError, match="is no name of at most 64"):
-        decode_worker(written.encode(), encode(LOAD).encode())
+        decode_info(written.encode())
 
 
 async def test_a_set_of_ids_that_is_lost_is_told_like_a_loss_of_everything(server: RedisServer, namespace: str) -> None:

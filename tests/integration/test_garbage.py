@@ -14,7 +14,7 @@ import redis
 from baton.cluster import Role, Worker
 from baton.config import RouterConfig, TransferConfig
 from kvstore.index.keys import Keys
-from kvstore.leases.codec import decode_worker, encode
+from kvstore.leases.codec import decode_info, decode_load, encode
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.contract.garbage import index_of, leases_of, shared
 from tests.support.asking import prompt_of
@@ -48,7 +48,7 @@ def test_garbage_ends_no_process_and_refuses_no_request() -> None:
 
         def lease(worker_id: str) -> Worker:
             info, load = store.hmget(keys.lease(worker_id), "info", "load")
-            return decode_worker(info, load)
+            return Worker(decode_info(info), decode_load(load))
 
         one, other = (lease(worker_id) for role in Role for worker_id in router.ids(role))
         short = Worker(dataclasses.replace(one.info, id="short", max_model_len=64), one.load)

@@ -181,7 +181,7 @@ def _lease(worker: Worker) -> str:
 
 def _leased(text: str) -> Worker:
     info, load = json.loads(text)
-    return codec.decode_worker(info.encode(), load.encode())
+    return Worker(codec.decode_info(info.encode()), codec.decode_load(load.encode()))
 
 
 FRAMES = {
