@@ -12,7 +12,7 @@ step reads of a sequence whose table has changed. If a sequence stops by length,
 A step is planned ahead whole or not at all. If one sequence has to see the last tokens first, the whole step is planned
 when they are known. That is the case for draws that depend on earlier tokens (penalties, DRY, grammars, excluded words
 of several tokens), beam searches, scores of prompts, drafts, several choices that fork one prompt, and sequences whose
-next token would preempt another sequence. With a draft model no step is planned ahead.
+next token would preempt another sequence. With a draft model, and for a diffusion model, no step is planned ahead.
 """
 
 from __future__ import annotations

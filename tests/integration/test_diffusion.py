@@ -25,7 +25,7 @@ from engine.core.sequence import Purpose, Sequence, Status
 from engine.model.canvas import Canvas, Schedule
 from engine.model.pages import Pages
 from engine.runners import make_runner
-from tests.integration.test_engine_models import answers, engine_of
+from tests.integration.test_engine_models import answers, engine_of, tokens_of
 from tests.support.builders import sequence_spec
 from tests.support.diffusion import GENERATION, LENGTH, VOCAB_SIZE, generated, load_reference, save_tiny
 
@@ -285,6 +285,14 @@ def test_a_sequence_that_missed_a_step_may_have_other_blocks(fails: bool, folder
             (tokens,) = engine.runner.execute(StepInput((moved,))).sampled_token_ids
         found.append(list(tokens))
     require_same(found, [generated(model, prompt, 16, seed)[0] for seed in range(3)])
+
+
+def test_no_step_is_planned_before_the_canvases_are_known(folder: Path) -> None:
+    specs = [spec_of(f"{i}", prompts()[i], 40) for i in (0, 1, 3)]
+    expected, _ = tokens_of(make_engine(folder), specs, ahead=False)
+    got, num_ahead = tokens_of(make_engine(folder), specs, ahead=True)
+    assert (num_ahead, [len(tokens) for tokens in got]) == (0, [40] * len(specs))
+    require_same(got, expected)
 
 
 def test_the_last_token_is_computed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
