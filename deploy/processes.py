@@ -66,9 +66,14 @@ def last_line(log: Path) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            return last_line_of(file.read())
     except OSError:
         return ""
+
+
+def last_line_of(output: bytes) -> str:
+    """Return the last meaningful line of a process's output, without its time and origin; "" if there is none."""
+    lines = output.decode(errors="replace").splitlines()
     said = (line.strip() for line in reversed(lines) if not line.strip().startswith((*RAYS_OWN, *PLACES)))
     found = next(filter(None, said), "")
     return re.sub(r"^\S+ \S+ [A-Z]+ \d+ [\w.]+: ", "", found)[:MOST_CHARACTERS]

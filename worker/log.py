@@ -1,9 +1,8 @@
 """Serves the worker's latest output to routers, so that an operator can read it without a shell on the machine.
 
-The output includes tracebacks and prints of libraries if the parent process names the receiver of its output: a file,
-of which the end is read, or the socket of the node's first process (`deploy.ray_pools.node`). That process keeps the
-latest lines by worker id, and so also the last lines of a process that this one replaces. Otherwise, for example in a
-terminal, the output cannot be read back, and only the lines of this process's log are served.
+The output includes tracebacks and prints of libraries if a node process (`deploy.ray_pools.node`) runs this worker. It
+keeps the latest lines by worker id, and so also the last lines of a process that this one replaces. Otherwise, for
+example in a terminal, the output cannot be read back, and only the lines of this process's log are served.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ import grpc
 from baton.errors import WorkerFailed
 from baton.telemetry import logs
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from deploy.processes import RAYS_OWN
 
-END_BYTES = 2**18
-"""Bytes at a file's end that are read."""
 ANSWER_S = 5.0
 """Seconds to wait for the node's response."""
 
@@ -31,45 +27,37 @@ class WorkerLog(worker_pb2_grpc.WorkerLogServicer):
     """Handler that returns the latest lines.
 
     Args:
-        output: receiver of the process's output, a file or a socket; None: it cannot be read back.
+        node: socket of the node process; None: the output cannot be read back.
     """
 
-    def __init__(self, worker_id: str, output: Path | None = None) -> None:
+    def __init__(self, worker_id: str, node: Path | None = None) -> None:
         self._worker_id = worker_id
-        self._output = output
+        self._node = node
 
     async def ReadLog(  # noqa: N802 - the generated name
         self, request: worker_pb2.ReadLogRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.ReadLogResponse:
-        if self._output is None:
+        if self._node is None:
             lines = logs.latest_lines()
         else:
-            lines = await asyncio.to_thread(written, self._output, self._worker_id)
+            lines = await asyncio.to_thread(written, self._node, self._worker_id)
         return worker_pb2.ReadLogResponse(lines=lines[-request.max_lines :] if request.max_lines else lines)
 
 
-def written(output: Path, worker_id: str) -> list[str]:
+def written(node: Path, worker_id: str) -> list[str]:
     """Return the latest lines of a worker's output as text, oldest first.
 
     Raises:
         WorkerFailed: the output cannot be read.
     """
     try:
-        raw = _kept(output, worker_id) if output.is_socket() else _end_of(output)
+        raw = _kept(node, worker_id)
     except OSError as error:
-        raise WorkerFailed(f"the output of {worker_id} cannot be read from {output}: {error}") from error
+        raise WorkerFailed(f"the output of {worker_id} cannot be read from {node}: {error}") from error
     # Not `splitlines`, which also splits at characters that may occur within a line.
     lines = (text for line in raw.decode(errors="replace").split("\n") for text in logs.as_text(line).split("\n"))
-    said = [line.rstrip("\r")[: logs.MAX_KEPT_CHARACTERS] for line in lines if line and not line.startswith(RAYS_OWN)]
+    said = [line.rstrip("\r")[: logs.MAX_KEPT_CHARACTERS] for line in lines if line]
     return said[-logs.MAX_KEPT_LINES :]
-
-
-def _end_of(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        begin = max(0, opened.seek(0, 2) - END_BYTES)
-        opened.seek(begin)
-        end = opened.read(END_BYTES)
-    return end.partition(b"\n")[2] if begin else end  # the start of the first line may be missing
 
 
 def _kept(node: Path, worker_id: str) -> bytes:

@@ -1,6 +1,6 @@
 """Process of one worker: an engine that serves both roles; its role determines which calls routers send.
 
-    python -m worker ROLE ID HOST [--ready-fd N] [--keys FINGERPRINT] [--output PATH]
+    python -m worker ROLE ID HOST [--ready-fd N] [--keys FINGERPRINT] [--node SOCKET]
 
 The configuration is in BATON_CONFIG_JSON. In a cluster, a Ray actor manages each process (`deploy.ray_pools.actor`).
 When the worker is ready, or has failed to start, it writes one line of JSON to the descriptor: `{"pid": ..., "address":
@@ -73,12 +73,12 @@ SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.Wor
 
 @contextlib.asynccontextmanager
 async def running(
-    config: Config, role: Role, worker_id: str, host: str, runner: Runner, *, output: Path | None = None
+    config: Config, role: Role, worker_id: str, host: str, runner: Runner, *, node: Path | None = None
 ) -> AsyncGenerator[tuple[WorkerControl, asyncio.Task[None]]]:
     """Context manager: runs a worker that takes traffic. Yields its control, and the task of `Member.joined`.
 
     Args:
-        output: see `WorkerLog`.
+        node: see `WorkerLog`.
     """
     member = Member(role, worker_id, host, config, runner)
     interceptors = (*member_auth(member.keys, member.incarnation, WORKERS_RULES), *members_only(member.tls))
@@ -97,7 +97,7 @@ async def running(
     control = WorkerControl(member, calls)
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(calls, rpc.server)
     worker_pb2_grpc.add_WorkerControlServicer_to_server(control, rpc.server)
-    worker_pb2_grpc.add_WorkerLogServicer_to_server(WorkerLog(worker_id, output), rpc.server)
+    worker_pb2_grpc.add_WorkerLogServicer_to_server(WorkerLog(worker_id, node), rpc.server)
     kv_pb2_grpc.add_KvControlServicer_to_server(member.kv, rpc.server)
     port = rpc.bind(host, 0, member.tls)
     async with member.joined(rpc, port) as ended:
@@ -150,14 +150,14 @@ async def serve(
     *,
     ready_fd: int | None = None,
     fingerprint: str = "",
-    output: Path | None = None,
+    node: Path | None = None,
     build: Callable[[Config], Runner] = build_runner,
 ) -> None:
     """Serve until SIGTERM, then drain.
 
     Args:
         fingerprint: fingerprint of the cluster's keys, which this worker's keys must match; empty: any keys do.
-        output: see `WorkerLog`.
+        node: see `WorkerLog`.
 
     Raises:
         ConfigError: its keys differ from the cluster's, or it has none although other machines could reach it.
@@ -177,7 +177,7 @@ async def serve(
                 stack.push(_end_if_lost)
                 garbage.keep_what_is_loaded()
                 control, ended = await stack.enter_async_context(
-                    running(config, role, worker_id, host, runner, output=output)
+                    running(config, role, worker_id, host, runner, node=node)
                 )
                 # Not earlier, however long Redis is away: until there is work to drain, the signal may end the process
                 # at once.
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("host", help="address at which routers and other workers reach this worker")
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor to which the worker writes when it is ready")
     parser.add_argument("--keys", default="", help="fingerprint of the cluster's keys; the worker's keys must match it")
-    parser.add_argument("--output", type=Path, help="file or socket that receives the output of this process")
+    parser.add_argument("--node", type=Path, help="socket of the node process that runs this worker and has its output")
     args = parser.parse_args()
     config = process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{args.role}")
@@ -243,7 +243,7 @@ def main() -> None:
         os.environ.update(of_nccl | of_kernels)
         try:
             whose = (Role(args.role), args.id, args.host)
-            serving = serve(config, *whose, ready_fd=args.ready_fd, fingerprint=args.keys, output=args.output)
+            serving = serve(config, *whose, ready_fd=args.ready_fd, fingerprint=args.keys, node=args.node)
             uvloop.run(serving)
         except* Fenced as fenced:
             sys.stderr.write(f"{in_line(str(fenced.exceptions[0]))}\n")

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from baton.addresses import host_of
 from baton.cluster import (
     ClusterStatus,
     ControllerInfo,
@@ -118,24 +119,28 @@ class Controller:
         self._is_whole = asyncio.Event()
 
     async def adopt(self) -> None:
-        """Take over the running workers. Other workers in the state are restarted.
+        """Take over the running workers, with or without an actor. Other workers in the state are restarted.
 
         Raises:
             ConfigError: Ray does not answer.
         """
         found = set(await self._actors.ids())
-        leased: dict[str, Role] = {}
+        leased: dict[str, WorkerInfo] = {}
         with contextlib.suppress(StoreUnavailable):
-            leased = {worker.info.id: worker.info.role for worker in await self._leases.list_workers()}
+            leased = {worker.info.id: worker.info for worker in await self._leases.list_workers()}
         # If the state file is lost, a worker's lease has its role, and its actor has the pool.
         pools = {**self.state.pools, **await self._actors.pools(found - self.state.pools.keys())}
+        if self.config.kubernetes.namespace:  # if Ray's state is lost, too, leases of the release are left
+            pools = {**{worker_id: info.role for worker_id, info in leased.items()}, **pools}
         for worker_id, pool in sorted(pools.items()):
-            role = self.state.roles.get(worker_id) or leased.get(worker_id) or pool
+            role = self.state.roles.get(worker_id) or (leased[worker_id].role if worker_id in leased else pool)
             settings = self.state.settings.get(worker_id) or self._settings[pool]
             worker = ManagedWorker(id=worker_id, pool=pool, role=role, settings=settings)
             self._lives.workers[worker_id] = worker
             if worker_id in found:
                 self._lives.adopt(worker)
+            elif worker_id in leased:
+                self._lives.adopt_serving(worker, leased[worker_id])
         self._record_workers()
         self._retire_flipped()
         await self._lives.settled([worker for worker in self._lives.workers.values() if worker.task])
@@ -325,8 +330,11 @@ class Controller:
         self._follow_specs()
 
     def see_pods(self, layout: NodeLayout, pods: Sequence[NodePod]) -> None:
-        """Update the current pods, for a rollout of the workers' nodes."""
+        """Update the current pods, for a rollout of the workers' nodes, and for workers whose actor is gone."""
         self._layout, self._pods = layout, pods
+        names = {pod.address: pod.name for pod in pods}
+        for worker in self._lives.workers.values():
+            worker.pod = worker.pod or (names.get(host_of(worker.address), "") if worker.address else "")
 
     @property
     def _rollout(self) -> PodRollout:

@@ -4,8 +4,9 @@
       ^── failed ────────┘                    │
       └── gone ───────────────────────────────┘
 
-One task per worker follows its process. This module carries out actions and records what happens to workers;
-`reconcile` decides which worker starts or leaves.
+One task per worker follows its process. If Ray loses a worker's actor, the worker stays READY while it answers, and a
+new actor on its node adopts it. This module carries out actions and records what happens to workers; `reconcile`
+decides which worker starts or leaves.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cluster import Role, with_role
+from baton.addresses import host_of
+from baton.cluster import Role, WorkerInfo, with_role
 from baton.config import ClusterConfig
-from baton.errors import BatonError, WorkerFailed
+from baton.errors import BatonError, ConfigError, WorkerFailed
 from baton.rpc import channel, from_rpc_error
 from baton.rpc.member_auth import MemberLink, member_metadata
 from baton.tasks import cancel_and_wait
@@ -33,7 +35,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.controller.reconcile import WorkerPhase
 from deploy.controller.serving_pools import PoolSpecs
 from deploy.processes import STABLE_S
-from deploy.ray_pools.actors import RayActors, Started, first_line
+from deploy.ray_pools.actors import ActorLost, RayActors, Started, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,10 @@ ADOPTION_S = 10.0
 """Timeout for adopted workers to report themselves ready; workers on a live node do so sooner."""
 HEALTH_S = 5.0
 """Timeout of a health check."""
+MAX_FAILED_CHECKS = 2
+"""Consecutive failed health checks after which a worker without an actor counts as dead."""
+ADOPT_S = 0.5
+"""Interval between attempts to adopt a worker, and between its health checks."""
 RPC_SLACK_S = 10.0
 """Time for a worker's answer in addition to the command's own timeout."""
 GONE_S = 5.0
@@ -141,6 +147,13 @@ class WorkerLives:
         """Take over the worker in the running actor with its id."""
         self._begin(worker, self._actors.get(worker.id))
 
+    def adopt_serving(self, worker: ManagedWorker, info: WorkerInfo) -> None:
+        """Take over a worker that serves, as its lease shows, and whose actor Ray no longer knows."""
+        self._begin(worker, self._successor(worker, ActorLost("Ray does not know its actor")))
+        worker.pid, worker.address, worker.incarnation = info.pid, info.address, info.incarnation
+        worker.is_placed, worker.leased_s, worker.phase = True, worker.since_s, WorkerPhase.READY
+        logger.warning("%s serves, and Ray does not know its actor: it is adopted when its Ray node is back", worker)
+
     def leave(self, worker: ManagedWorker) -> None:
         """Drain the worker if it can answer, then end and remove it, in a separate task."""
 
@@ -220,25 +233,22 @@ class WorkerLives:
         worker.phase, worker.is_placed, worker.since_s = WorkerPhase.STARTING, False, time.monotonic()
         worker.is_wait_logged = worker.is_silent = worker.is_given_up = worker.is_draining = False
         worker.draining_since_s = worker.waits_for_turn_since_s = None
+        worker.incarnation = ""
         worker.actor = asyncio.ensure_future(actor)
-        worker.task = self._spawn(self._tend(worker, worker.actor), worker.id)
+        worker.task = self._spawn(self._tend(worker), worker.id)
 
-    async def _tend(self, worker: ManagedWorker, coming: asyncio.Future[Any]) -> None:
+    async def _tend(self, worker: ManagedWorker) -> None:
         """Follow the worker from its start until its process has ended, for any reason."""
         try:
-            actor = await asyncio.shield(coming)
-            await self._actors.placed(actor)
-            worker.is_placed, worker.waits_for_turn_since_s = True, time.monotonic()
-            await self._actors.turn(actor)
-            worker.waits_for_turn_since_s = None
-            started = await self._started(worker, actor)
-            worker.pid, worker.address, worker.pod = started.pid, started.address, started.pod
-            worker.incarnation = started.incarnation
-            worker.phase = WorkerPhase.READY
-            worker.since_s = worker.leased_s = time.monotonic()
-            logger.info("%s is ready, pid %d, at %s", worker, worker.pid, worker.address)
-            await self._notify()
-            await self._actors.ended(actor)
+            while True:
+                try:
+                    assert worker.actor is not None
+                    await self._follow(worker, await asyncio.shield(worker.actor))
+                except ActorLost as error:
+                    if not worker.incarnation:  # it does not serve yet
+                        raise
+                    logger.warning("%s has lost its Ray actor (%s)", worker, first_line(error))
+                    worker.actor = asyncio.ensure_future(self._successor(worker, error))
         except BatonError as error:
             if worker.phase is WorkerPhase.LEAVING:
                 return  # `leave` does the rest
@@ -253,8 +263,86 @@ class WorkerLives:
                     self._fail(error)
         wait_s = RESTART_BACKOFF_S[min(worker.num_failures, len(RESTART_BACKOFF_S) - 1)]
         worker.phase, worker.start_at_s = WorkerPhase.DOWN, time.monotonic() + wait_s
-        await self._kill(coming)
+        if worker.actor:
+            await self._kill(worker.actor)
         await self._notify()
+
+    async def _follow(self, worker: ManagedWorker, actor: Any) -> None:
+        """Wait until the worker is ready, unless it is already, and then for its end.
+
+        Raises:
+            ActorLost: Ray has lost the actor.
+            BatonError: the worker has not started, or has ended.
+        """
+        await self._actors.placed(actor)
+        if worker.phase is WorkerPhase.STARTING:
+            worker.is_placed, worker.waits_for_turn_since_s = True, time.monotonic()
+            await self._actors.turn(actor)
+            worker.waits_for_turn_since_s = None
+        started = await self._started(worker, actor)
+        worker.pid, worker.address, worker.pod = started.pid, started.address, started.pod
+        worker.incarnation = started.incarnation
+        if worker.phase is WorkerPhase.STARTING:
+            worker.phase = WorkerPhase.READY
+            worker.since_s = worker.leased_s = time.monotonic()
+        logger.info("%s is ready, pid %d, at %s", worker, worker.pid, worker.address)
+        await self._notify()
+        await self._actors.ended(actor)
+
+    async def _successor(self, worker: ManagedWorker, lost: ActorLost) -> Any:
+        """Return a new actor that has adopted the worker's process, as soon as Ray has the worker's node again.
+
+        If this is cancelled, the next controller finds the actor by its name.
+
+        Raises:
+            WorkerFailed: the process has ended, or hangs.
+        """
+        host = host_of(worker.address)
+        dead = asyncio.create_task(self._until_dead(worker))
+        try:
+            while not (await asyncio.wait([dead], timeout=ADOPT_S))[0]:
+                with contextlib.suppress(ConfigError):  # Ray does not answer
+                    if node_id := await self._actors.node_at(host):
+                        coming = self._actors.create(worker.id, worker.role, worker.pool, node_id)
+                        if actor := await self._adopter(worker, asyncio.ensure_future(coming), dead):
+                            return actor
+            raise WorkerFailed(f"it does not answer, and {first_line(lost)}")
+        finally:
+            await cancel_and_wait([dead])
+
+    async def _adopter(self, worker: ManagedWorker, coming: asyncio.Future[Any], dead: asyncio.Task[None]) -> Any:
+        """Return the actor when it has adopted the worker; None: its node was about to go, or the worker is dead.
+
+        Raises:
+            WorkerFailed: its node does not run the worker's process.
+        """
+
+        async def adopt() -> Any:
+            actor = await asyncio.shield(coming)
+            if (await self._actors.start(actor)).incarnation != worker.incarnation:
+                raise WorkerFailed("another process has its name")
+            return actor
+
+        adopting = asyncio.create_task(adopt())
+        try:
+            await asyncio.wait([adopting, dead], return_when=asyncio.FIRST_COMPLETED)
+            if adopting.done():
+                return adopting.result()
+        except ActorLost as error:
+            logger.debug("%s is not adopted yet: %s", worker, error)
+        except BatonError:
+            self._send_off(self._kill(coming), f"the actor of {worker.id} is killed")
+            raise
+        finally:
+            await cancel_and_wait([adopting])
+        self._send_off(self._kill(coming), f"the actor of {worker.id} is killed")
+        return None
+
+    async def _until_dead(self, worker: ManagedWorker) -> None:
+        num_failures = 0
+        while num_failures < MAX_FAILED_CHECKS:
+            await asyncio.sleep(ADOPT_S)
+            num_failures = 0 if await _is_well(worker.address, self._link.tls) else num_failures + 1
 
     async def _started(self, worker: ManagedWorker, actor: Any) -> Started:
         timeout_s = self._config.start_timeout_s
@@ -297,7 +385,7 @@ class WorkerLives:
 
     async def _kill(self, coming: asyncio.Future[Any]) -> None:
         try:
-            actor = await coming
+            actor = await asyncio.shield(coming)
         except BatonError:
             return  # there is none
         await self._actors.kill(actor)

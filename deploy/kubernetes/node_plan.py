@@ -25,6 +25,8 @@ class NodePod:
     name: str
     deployment: str
     """Deployment that created it."""
+    address: str = ""
+    """Its IP address; empty: it has none yet."""
     cost: int = 0
     """Deletion cost in Kubernetes."""
     is_leaving: bool = False

@@ -103,6 +103,7 @@ def _node_pod(pod: Pod, deployment: str, current: str) -> NodePod:
     return NodePod(
         name=pod.metadata.name,
         deployment=deployment,
+        address=(pod.status.podIP if pod.status else None) or "",
         cost=int((pod.metadata.annotations or {}).get(DELETION_COST, "0")),
         is_leaving=pod.metadata.deletionTimestamp is not None,
         is_current=current in ("", _version(pod)),

@@ -26,8 +26,10 @@ LOGS = "logs"
 """Folder in the cache for the logs."""
 KEPT = 10
 """Number of log folders that are kept."""
-LOG_LINE = re.compile(r'(\(\S+ pid=\d+[^)]*\) )?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ \d+ |\{"timestamp": )')
-"""Start of a log line (`baton.telemetry.logs`). Ray prefixes the lines of workers with the worker's name."""
+LOG_LINE = re.compile(
+    r'(\(\S+ pid=\d+[^)]*\) |\[[^\]\s]+\] )?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ \d+ |\{"timestamp": )'
+)
+"""Start of a log line (`baton.telemetry.logs`). The node process or Ray prefixes a worker's lines with its name."""
 
 
 def log_folder(cluster: ClusterConfig) -> Path:

@@ -1,4 +1,7 @@
-"""Ray and the controller under `baton up`, which starts, restarts and stops them."""
+"""Ray, the node process and the controller under `baton up`, which starts, restarts and stops them.
+
+The workers are children of the node process, so that they serve on when Ray fails.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from baton.trust import Principal
 from deploy.local.child import Child
 from deploy.local.child_log import log_of
 from deploy.processes import UNJOINED
+from deploy.ray_pools.node import SOCKET
 
 logger = logging.getLogger(__name__)
 MOST_CHARACTERS = 24
@@ -46,7 +50,7 @@ def rays_folder(logs: Path) -> Generator[Path]:
 
 
 class RayCluster:
-    """Ray head, unless an existing Ray cluster is joined, and the controller of its workers.
+    """Ray head and node process, unless an existing Ray cluster is joined, and the controller of the workers.
 
     Args:
         config: configuration of the cluster.
@@ -69,8 +73,10 @@ class RayCluster:
         self._keys = keys
         self._joins = bool(config.cluster.ray_address)
         self._environment: dict[str, str] = {}
+        node = (rays or state_path).parent / "node"
         if not self._joins:
             self._environment = {
+                SOCKET: str(node / "socket"),
                 "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps it on loopback
                 "RAY_AUTH_MODE": "token",  # otherwise other users of this machine could run code in it
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -87,6 +93,12 @@ class RayCluster:
         self._head = Child(
             "Ray", "deploy.ray_pools.head", (*workers, *place), self._environment, log=log_of(logs, "ray")
         )
+        log_format = ("--log-format", config.telemetry.log_format)
+        self._node = Child(
+            *("the node process", "deploy.ray_pools.node", ("--folder", str(node), *log_format), {}),
+            log=log_of(logs, "workers"),
+        )
+        self._keeping_node: asyncio.Task[None] | None = None
         self._controller = self._controllers_child()
         self._was_started = False
         """True once workers were started; the controller may have ended since."""
@@ -100,6 +112,8 @@ class RayCluster:
         started = asyncio.create_task(self._controller.start_and_listen())  # it imports while Ray starts
         try:
             if not self._joins:
+                await self._node.start_and_listen()
+                self._keeping_node = asyncio.create_task(self._node.keep(), name="node process")
                 self._controller.tell((await self._head.start_and_listen())["address"])
             self.awaited = "the workers, which load the model"
             await started
@@ -111,7 +125,7 @@ class RayCluster:
     async def keep(self) -> None:
         """Restart Ray or the controller when one of them dies, until cancelled.
 
-        Workers die with Ray; the controller then starts new ones.
+        Workers serve on meanwhile, and the next controller adopts them.
         """
         while True:
             controller = asyncio.create_task(self._controller.ended())
@@ -134,6 +148,8 @@ class RayCluster:
         if self._joins and status not in (None, 0) and (self._was_started or status != UNJOINED):
             await self._end_workers(timeout_s)
         await self._head.stop(timeout_s)
+        await cancel_and_wait([self._keeping_node] if self._keeping_node else [])
+        await self._node.stop(timeout_s)
 
     async def _end_workers(self, timeout_s: float) -> None:
         """Stop the workers after the controller has ended without stopping them."""

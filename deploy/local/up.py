@@ -3,10 +3,11 @@
     this process ── owns ──> Redis (valkey-server)       prefix ownership, leases
                  ── owns ──> routers (python -m router)  gRPC and HTTP
                  ── owns ──> controller                  keeps the workers, as actors of Ray
-                 ── owns ──> Ray head ──> worker actors  engines
+                 ── owns ──> Ray head ──> worker actors  order the workers' starts and ends
+                 ── owns ──> node process ──> workers    engines
 
-Each is restarted when it dies. Workers outlive the controller, but not their Ray. At shutdown the routers stop first,
-so that requests in flight can finish; then the workers, Ray and Redis.
+Each is restarted when it dies. Workers outlive the controller and Ray, but not the node process. At shutdown the
+routers stop first, so that requests in flight can finish; then the workers, Ray and Redis.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Ray actor that runs one worker's process: Ray decides where it runs, and ends it with its node.
+"""Ray actor of one worker: Ray decides on which node the worker runs, and the actor orders its start and end there.
 
-The worker has a separate process, because SIGTERM must drain a worker, but Ray handles SIGTERM itself in an actor.
+The worker's process is a child of the node process (`deploy.ray_pools.node`), so that it serves on when Ray fails.
+SIGTERM must drain a worker, but Ray handles SIGTERM itself in an actor.
 """
 
 from __future__ import annotations
@@ -11,20 +12,22 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import subprocess
-from collections.abc import Mapping
-from pathlib import Path
+import tempfile
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from baton.config import REDIS_URL, Config, child_environment, without_password
 from baton.errors import WorkerFailed
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
-from baton.tasks import cancel_and_wait
 from baton.tls import member_tls
-from deploy.processes import FENCED, last_line, module_command, tied
+from deploy.processes import FENCED, module_command, tied
 from deploy.ray_pools.gpus import memory_share
-from deploy.ray_pools.node_link import NodeLink, end_in_words
+from deploy.ray_pools.node import SOCKET
+from deploy.ray_pools.node_link import NodeLink
+from deploy.ray_pools.supervisor import VISIBLE, StartOrder
 from deploy.ray_pools.turns import folder_of, wait_for_turn
 from kvstore.transfer.transport.nccl_env import PINNED
 
@@ -32,7 +35,6 @@ logger = logging.getLogger(__name__)
 RESOURCE = "baton_worker"
 """Both roles request the same Ray resource, so that a change of role changes nothing for Ray."""
 SECRET = "BATON_CLUSTER_SECRET"
-STDERR = 2
 POOL_LABEL = "baton.dev/pool"
 """A Ray node with this label, prefill or decode, runs only workers that start in that pool, because the pools may use
 different GPUs. With another value, or none, it runs workers of all pools."""
@@ -46,10 +48,19 @@ class WorkerActor:
         pool: the pool in which the worker was first started, on whose nodes it runs.
         host: host at which the worker listens; empty: this Ray node's address.
         fingerprint: fingerprint of the cluster's keys, which the worker's keys must match; empty: no secret.
+        adopts: the worker runs on this node already, and has lost its previous actor.
     """
 
     def __init__(
-        self, role: str, worker_id: str, host: str, config_json: str, fingerprint: str = "", *, pool: str
+        self,
+        role: str,
+        worker_id: str,
+        host: str,
+        config_json: str,
+        fingerprint: str = "",
+        *,
+        pool: str,
+        adopts: bool = False,
     ) -> None:
         self._role = role
         self._pool = pool
@@ -57,9 +68,8 @@ class WorkerActor:
         self._host = host
         self._config_json = config_json
         self._fingerprint = fingerprint
+        self._adopts = adopts
         self._started: asyncio.Task[dict[str, Any]] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ended: asyncio.Task[int] | None = None
         self._node: NodeLink | None = None
         self._watching: asyncio.Task[None] | None = None
         self._turn: asyncio.Task[BinaryIO] | None = None
@@ -77,7 +87,7 @@ class WorkerActor:
 
         If this node's temporary folder cannot be used, the worker does not wait.
         """
-        if self._turn is None and self._started is None:
+        if self._turn is None and self._started is None and not self._adopts:
             self._turn = asyncio.create_task(wait_for_turn(folder_of(_node_id()), limit))
         try:
             if self._turn is not None:
@@ -86,77 +96,76 @@ class WorkerActor:
             logger.warning("%s does not wait for its turn to load its model: %s", self._worker_id, error)
 
     async def start(self) -> dict[str, Any]:
-        """Load the model, join the cluster and accept traffic. May be called again.
+        """Let the worker load the model, join the cluster and accept traffic, or adopt it. May be called again.
 
         Returns:
             `pid`, `address`, `incarnation`, and `pod`: the Kubernetes pod that is this Ray node; empty: none.
 
         Raises:
             ModelLoadError, ConfigError: this worker cannot run as configured.
-            WorkerFailed: it ended before it was ready.
+            WorkerFailed: it ended before it was ready, or the worker to adopt does not run on this node.
         """
         if self._started is None:
-            self._started = asyncio.create_task(self._start())
+            self._started = asyncio.create_task(self._adopt() if self._adopts else self._start())
             self._started.add_done_callback(self._end_turn)
         return await asyncio.shield(self._started)
 
     async def ended(self) -> None:
         """Wait for the end of the process, which raises WorkerFailed. Never returns."""
         await self.start()
-        assert self._ended is not None
-        status = await asyncio.shield(self._ended)
-        if status == FENCED:
+        assert self._node is not None
+        end = await self._node.ended()
+        if end.status == FENCED:
             raise WorkerFailed(f"another process has the name {self._worker_id}: does another cluster use this Redis?")
-        raise WorkerFailed(f"{self._worker_id} {end_in_words(status) or 'ended with status 0'}{_last_words()}")
+        raise WorkerFailed(f"{self._worker_id} {end.in_words}")
 
     async def stop(self) -> None:
         """Let the worker leave the cluster, and wait until its process has ended."""
-        if self._process is not None and self._ended is not None:
-            self._say("away", "it is to leave")
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-            await asyncio.shield(self._ended)
+        await self._end(signal.SIGTERM)
+
+    async def kill(self) -> None:
+        """Kill the worker's process, and wait until it has ended. Call it before Ray kills this actor."""
+        await self._end(signal.SIGKILL)
+
+    async def _end(self, number: signal.Signals) -> None:
+        if self._node is not None:
+            self._node.say("away", "it is to leave")
+            self._node.send_signal(number)
+            with contextlib.suppress(WorkerFailed):
+                await self._node.ended()
 
     def _end_turn(self, _: object) -> None:
         if self._turn is not None:
             self._turn.add_done_callback(lambda turn: turn.exception() or turn.result().close())
 
     async def _start(self) -> dict[str, Any]:
-        self._node = NodeLink.of(os.environ, self._worker_id)
-        reading, writing = os.pipe()
-        with os.fdopen(reading) as reports:
-            process = self._process = self._spawn(writing)
-            os.close(writing)
-            self._say("starting", f"it is a {self._role} worker")
-            self._ended = asyncio.create_task(self._end_of(process))
-            line = await asyncio.to_thread(reports.readline)
-        if not line:
-            raise WorkerFailed(f"{self._worker_id} ended before it was ready{_last_words() or '; its log says why'}")
-        values: dict[str, Any] = json.loads(line)
-        if "kind" in values:
-            raise from_failed(Failed(**values), self._worker_id)
+        path = os.environ.get(SOCKET) or await _own_node_process()
+        self._node = await NodeLink.open(path, self._worker_id)
+        return await self._reported(await self._node.start(self._order(path), f"it is a {self._role} worker"))
+
+    async def _adopt(self) -> dict[str, Any]:
+        if not (path := os.environ.get(SOCKET)):
+            raise WorkerFailed(f"{self._worker_id} has ended with its actor: its Ray node has no node process")
+        self._node = await NodeLink.open(path, self._worker_id)
+        return await self._reported(await self._node.adopt(_assigned_gpus()[0]))
+
+    async def _reported(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Return the worker's report, and watch the worker from now on. Raises the error that it has reported."""
+        assert self._node is not None
+        if "kind" in report:
+            raise from_failed(Failed(**report), self._worker_id)
         tls = member_tls(Config.from_json(self._config_json).cluster)
-        self._watching = asyncio.create_task(self._node.watch(values["address"], tls))
-        return {**values, "pod": os.environ.get("POD_NAME", "")}
+        self._watching = asyncio.create_task(self._node.watch(report["address"], tls))
+        return {**report, "pod": os.environ.get("POD_NAME", "")}
 
-    async def _end_of(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait for the end of the process, report it, and return the exit status."""
-        status = await asyncio.to_thread(process.wait)
-        if self._watching:
-            await cancel_and_wait([self._watching])
-        why = end_in_words(status)
-        self._say("ended" if why else "left", why)
-        if self._node:
-            self._node.close()
-        return status
+    def _order(self, path: str) -> StartOrder:
+        """Return the order that starts the worker.
 
-    def _say(self, state: str, reason: str = "") -> None:
-        if self._node:
-            self._node.say(state, reason)
-
-    def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
-        """Start the process from the event loop's thread: it dies with that thread, and hence with the actor."""
+        Args:
+            path: socket of the node process, which keeps the worker's latest output.
+        """
         config = Config.from_json(self._config_json)
+        orphan_timeout_s = config.cluster.orphan_timeout_s
         share = config.engine.memory_share * self._share(config)
         config = dataclasses.replace(
             config,
@@ -164,24 +173,21 @@ class WorkerActor:
             index=dataclasses.replace(config.index, redis_url=own_redis_url(config, os.environ)),
             cluster=dataclasses.replace(config.cluster, secret=own_secret(config, os.environ)),
         )
-        arguments = [self._role, self._worker_id, self._host or _node_address(), "--ready-fd", str(ready_fd)]
+        gpus, gpu_share = _assigned_gpus()
+        arguments = [self._role, self._worker_id, self._host or _node_address(), "--node", path]
         if self._fingerprint:
             arguments += ["--keys", self._fingerprint]
-        if taken := (self._node.path if self._node else "") or _own_file():
-            arguments += ["--output", str(taken)]
-        with (self._node.output() if self._node else None) or contextlib.nullcontext() as link:
-            output = STDERR if link is None else link.fileno()
-            return subprocess.Popen(
-                tied(module_command("worker", *arguments)),
-                env={
-                    **child_environment(os.environ, REDIS_URL),
-                    **worker_environment(config),
-                    "BATON_CONFIG_JSON": config.to_json(),
-                },
-                pass_fds=[ready_fd],
-                stdout=output,
-                stderr=output,
-            )
+        return StartOrder(
+            command=module_command("worker", *arguments),
+            environment={
+                **child_environment(os.environ, REDIS_URL),
+                **worker_environment(config),
+                "BATON_CONFIG_JSON": config.to_json(),
+            },
+            gpus=gpus,
+            gpu_share=gpu_share,
+            orphan_timeout_s=orphan_timeout_s,
+        )
 
     def _share(self, config: Config) -> float:
         """Return this worker's share of the Ray node's memory, or of one of its GPUs."""
@@ -197,20 +203,35 @@ class WorkerActor:
         return own[RESOURCE] / float(node["Resources"][RESOURCE])
 
 
-def _last_words() -> str:
-    """Return the last line of the log file of this process and the worker, as the end of a sentence.
+def _own_node_process() -> asyncio.Future[str]:
+    """Start a node process for this actor alone, and return the future path of its socket. It ends with the actor.
 
-    Empty: there is no such file, or it is empty.
+    A Ray node that was started without a node process has none that its workers share.
     """
-    log = _own_file()
-    line = last_line(log) if log else ""
-    return f": {line}; its log: {log}" if line else ""
+    folder = tempfile.mkdtemp(prefix="baton-node-")
+    reading, writing = os.pipe()
+    options = ["--folder", folder, "--log-format", "raw", "--ready-fd", str(writing)]
+    command = module_command("deploy.ray_pools.node", *options)
+    # From the event loop's thread: the process dies with that thread, and hence with the actor.
+    subprocess.Popen(tied(command, signal.SIGTERM), pass_fds=[writing])
+    os.close(writing)
+    return asyncio.ensure_future(asyncio.to_thread(_socket_of, reading))
 
 
-def _own_file() -> Path | None:
-    """Return the file to which Ray redirects this process's standard error; None: it is no file."""
-    file = Path(os.path.realpath(f"/proc/self/fd/{STDERR}"))
-    return file if file.is_file() else None
+def _socket_of(report: int) -> str:
+    with os.fdopen(report) as reports:
+        line = reports.readline()
+    if not line:
+        raise WorkerFailed("the node process does not start")
+    return str(json.loads(line)["socket"])
+
+
+def _assigned_gpus() -> tuple[Sequence[str], float]:
+    """Return the GPUs that Ray has assigned to this actor, and its share of each."""
+    import ray
+
+    amount: float = ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0)
+    return (os.environ.get(VISIBLE, "").split(","), memory_share(amount)) if amount else ((), 0.0)
 
 
 def _node_id() -> str:

@@ -20,18 +20,24 @@ from baton.errors import BatonError, ConfigError, WorkerFailed
 from baton.trust import KeyFile
 from deploy.ray_pools.actor import POOL_LABEL, RESOURCE, WorkerActor
 from deploy.ray_pools.gpus import NodeGpus
-from deploy.ray_pools.ray_import import ray
+from deploy.ray_pools.ray_import import NodeAffinitySchedulingStrategy, ray
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NAME_TAKEN_S = 10.0
 """Maximum time for which the name of a killed actor stays taken."""
-RETRY_S = 0.05
+RETRY_S = 0.1
 SAY_S = 10.0
 """Timeout for an actor to report its pool. A placed actor answers immediately, even while its worker starts."""
+KILL_S = 3.0
+"""Timeout for an actor to kill its worker's process. An actor without a node does not answer."""
 ANSWER_S = 30.0
 """Timeout of a simple call to Ray; after it, Ray counts as broken."""
+
+
+class ActorLost(WorkerFailed):
+    """Ray has lost the actor, or its node. The worker's process may still serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +112,14 @@ async def end_all(namespace: str) -> list[str]:
 
     def end() -> list[str]:
         found = [actor["name"] for actor in ray.util.list_named_actors(True) if actor["namespace"] == namespace]
+        actors = []
         for name in found:
             with contextlib.suppress(ValueError):  # it has ended meanwhile
-                ray.kill(ray.get_actor(name, namespace=namespace))
+                actors.append(ray.get_actor(name, namespace=namespace))
+        killed = [actor.kill.remote() for actor in actors if hasattr(actor, "kill")]  # not of an earlier version
+        ray.wait(killed, num_returns=len(killed), timeout=KILL_S)
+        for actor in actors:
+            ray.kill(actor)
         return found
 
     return await _in_thread(end)
@@ -135,7 +146,6 @@ class RayActors:
             "lifetime": "detached",
             "num_cpus": 0,  # an actor that requests an unavailable CPU stays pending forever, without an error
             "resources": {RESOURCE: 1},
-            "scheduling_strategy": "SPREAD",  # otherwise one node has all workers, and they all end with it
             "max_restarts": 0,  # the controller restarts workers, and so knows when they restart
         }
 
@@ -185,8 +195,16 @@ class RayActors:
         if not any(node["NodeID"] == node_id and node["Alive"] for node in nodes):
             raise ConfigError("the Ray node of this process is gone")
 
-    async def create(self, worker_id: str, role: Role, pool: Role) -> Any:
+    async def node_at(self, host: str) -> str | None:
+        """Return the id of the Ray node with that address; None: it is not in Ray. Raises ConfigError."""
+        nodes = await _in_thread(ray.nodes)
+        return next((node["NodeID"] for node in nodes if node["Alive"] and node["NodeManagerAddress"] == host), None)
+
+    async def create(self, worker_id: str, role: Role, pool: Role, node_id: str = "") -> Any:
         """Create an actor, which runs once a node for this pool, or for all pools, has room for it.
+
+        Args:
+            node_id: Ray node on which it adopts the running worker; empty: it starts one, on any node for the pool.
 
         Raises:
             WorkerFailed: Ray does not accept it.
@@ -194,15 +212,19 @@ class RayActors:
         others = ",".join(other for other in Role if other is not pool)
         nodes = {POOL_LABEL: f"!in({others})"}
         gpus = self._gpus_per_worker[pool]
-        actor = ray.remote(WorkerActor).options(name=worker_id, label_selector=nodes, num_gpus=gpus, **self._options)
-        make = actor.remote
+        # Without SPREAD one node has all workers, and they all end with it.
+        place: dict[str, Any] = {"scheduling_strategy": "SPREAD", "label_selector": nodes}
+        adopts = {"adopts": True} if node_id else {}  # an actor of an earlier version does not know the argument
+        if node_id:
+            place = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+        make = ray.remote(WorkerActor).options(name=worker_id, num_gpus=gpus, **place, **self._options).remote
         deadline_s = time.monotonic() + NAME_TAKEN_S
         try:
             while True:
                 try:  # without a timeout: an actor created after a timeout would be unknown to the controller
                     fingerprint = self._keys.keys.fingerprint if self._keys else ""
                     arguments = (role.value, worker_id, self._host, self._configs[pool], fingerprint)
-                    return await asyncio.to_thread(make, *arguments, pool=pool.value)
+                    return await asyncio.to_thread(make, *arguments, pool=pool.value, **adopts)
                 except ValueError as error:  # the previous actor is not quite gone
                     if time.monotonic() > deadline_s:
                         raise WorkerFailed(f"its name is still taken after {NAME_TAKEN_S:g} s") from error
@@ -229,13 +251,23 @@ class RayActors:
             await _result(actor.turn.remote(self._starting_per_node))
 
     async def start(self, actor: Any) -> Started:
-        """Wait until the worker is ready; it may be already. Raises the errors of `WorkerActor.start`."""
+        """Wait until the worker is ready or adopted; it may be already. Raises the errors of `WorkerActor.start`."""
         answer = await _result(actor.start.remote())
         return Started(answer["pid"], answer["address"], answer["pod"], answer.get("incarnation", ""))
 
     async def ended(self, actor: Any) -> None:
-        """Wait for the end of the worker's process or its node, which raises WorkerFailed. Never returns."""
-        await _result(actor.ended.remote())
+        """Wait for the end of the worker's process, which raises WorkerFailed. Never returns.
+
+        Raises:
+            ActorLost: the actor is gone, for instance with its node.
+        """
+        while True:
+            try:
+                await _result(actor.ended.remote())
+            except ActorLost as error:
+                if not isinstance(error.__cause__, ray.exceptions.ActorUnavailableError):
+                    raise
+                await asyncio.sleep(RETRY_S)  # Ray does not know yet whether the actor is gone
 
     async def stop(self, actor: Any, timeout_s: float) -> None:
         """Let the worker leave the cluster, within at most `timeout_s`."""
@@ -243,7 +275,9 @@ class RayActors:
             await asyncio.wait_for(_result(actor.stop.remote()), timeout_s)
 
     async def kill(self, actor: Any) -> None:
-        """Kill the actor, and the worker with it. Its name becomes free a little later."""
+        """Kill the worker, and then its actor, whose name becomes free a little later."""
+        with contextlib.suppress(BatonError, TimeoutError, AttributeError):  # AttributeError: of an earlier version
+            await asyncio.wait_for(_result(actor.kill.remote()), KILL_S)
         await asyncio.to_thread(ray.kill, actor)
 
 
@@ -269,6 +303,8 @@ async def _result(reference: Awaitable[Any]) -> Any:
         if isinstance(error.cause, BatonError):
             raise error.cause from None
         raise WorkerFailed(first_line(error)) from error
+    except ray.exceptions.RayActorError as error:
+        raise ActorLost(first_line(error)) from error
     except ray.exceptions.RayError as error:
         raise WorkerFailed(first_line(error)) from error
 

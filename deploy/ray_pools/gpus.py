@@ -107,6 +107,28 @@ def _take(free: list[int], share: float) -> bool:
     return True
 
 
+def free_gpus(
+    assigned: Sequence[str], share: float, in_use: Mapping[str, float], known: Sequence[str]
+) -> Sequence[str] | None:
+    """Return the GPUs for a new worker's process: those that Ray has assigned to it, or other free ones of its node.
+
+    After a restart, Ray does not know which GPUs the running workers use. It may assign a worker's GPU to another actor
+    while it counts a free GPU as taken. The numbers agree, so a free GPU replaces each assigned one that is in use.
+
+    Args:
+        assigned: GPUs that Ray has assigned to the worker's actor.
+        share: share of each GPU that the worker needs.
+        in_use: share of each GPU that other workers of this node use.
+        known: GPUs of this node that other workers use, or that Ray has assigned to their actors.
+
+    Returns:
+        As many GPUs as are assigned, or None if too few are free.
+    """
+    candidates = dict.fromkeys((*assigned, *known))
+    free = [gpu for gpu in candidates if round((in_use.get(gpu, 0.0) + share) * UNITS) <= UNITS]
+    return free[: len(assigned)] if len(free) >= len(assigned) else None
+
+
 def memory_share(gpus: float) -> float:
     """Return the share of one GPU's memory of a worker to which Ray has assigned `gpus` GPUs."""
     return min(1.0, gpus)

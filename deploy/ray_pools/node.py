@@ -1,20 +1,27 @@
-"""First process of a container that is a Ray node: runs Ray, and relays the workers' output to its standard output.
+"""Node process: runs the workers of one Ray node, relays their output, and in a container also runs Ray.
 
     python -P -m deploy.ray_pools.node --folder FOLDER [--log-format json] -- ray start --block ...
 
-Ray writes the output of its actors and their children to files, which `kubectl logs` and log collectors do not see.
-Instead, a worker's actor connects to a socket (`SOCKET` in Ray's environment; `deploy.ray_pools.node_link` is the
-client):
+It is the first process of a worker's container, where the command after -- is Ray. On one machine, `baton up` starts it
+without a command; on a Ray node without a node process, each actor starts its own. A worker's process is its child, so
+that it serves on when Ray fails (`deploy.ray_pools.supervisor`). If Ray ends while workers run, the node process starts
+Ray again, and the workers are adopted by their next actors. It also restarts a Ray whose raylet does not answer
+(`--raylet`).
 
-output    the output of the worker and its children, line by line
-state     `starting`, `ready`, `away` (it does not answer, or takes no new work), `ended`, with a reason
+An actor connects to a socket (`SOCKET` in Ray's environment; `deploy.ray_pools.node_link` is the client), and names its
+worker and the stream in the first line:
+
+worker    orders of the worker's actor: start, adopt, signal, and the state that it observes: `starting`, `ready`,
+          `away` (the worker does not answer, or takes no new work). The node process answers with the worker's report,
+          its end, or an error
 latest    returns the latest lines of workers with this id on this node (used by `worker.log`)
 
 The folder has files for probes: `workers` with the state of each worker; `ready`, which exists while there is a worker
-and all workers on this node accept traffic; and `started`, which exists since the node was first ready, or has had no
-worker for `IDLE_S`.
+and all workers on this node accept traffic; `started`, which exists since the node was first ready, or has had no
+worker for `IDLE_S`; and `alive`, which is touched every second.
 
-SIGTERM and SIGINT are forwarded to Ray. The exit status is Ray's. As a container's first process it also reaps orphans.
+SIGTERM and SIGINT are forwarded to Ray, and end the workers after it. The exit status is Ray's. As a container's first
+process it also reaps orphans.
 """
 
 from __future__ import annotations
@@ -22,36 +29,48 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from baton.errors import WorkerFailed
 from baton.visible import in_line
+from deploy.processes import last_line_of, tell_parent
+from deploy.ray_pools.raylet import until_silent
+from deploy.ray_pools.supervisor import StartOrder, Supervisor, WorkerProcess
 
 SOCKET = "NODE_SOCKET"
 """Environment variable with the path of the socket for actors."""
 IDLE_S = 60.0
 """Time without a worker after which a node counts as started: there is no model to wait for."""
 MAX_LINE = 2**16
-"""Maximum bytes of a line; longer lines are split."""
+"""Maximum bytes of a line of output; longer lines are split."""
+MAX_ORDER = 2**22
+"""Maximum bytes of an actor's order, which has the worker's environment."""
 MAX_KEPT_LINES, MAX_KEPT_BYTES, MAX_KEPT_IDS = 400, 4096, 16
 """Limits of the lines in memory: latest lines per worker, bytes per line, and latest worker ids."""
 LAST_WORDS_S = 2.0
-"""Timeout, after Ray's end, for the remaining output."""
+"""Timeout, after the end of a process, for its remaining output."""
 TICK_S = 1.0
+RESTART_S = (1.0, 2.0, 5.0, 10.0)
+"""Waits before the restarts of a Ray that repeatedly fails."""
+STABLE_S = 60.0
+"""Time after which a restarted Ray counts as running again."""
+MAX_FILES = 2**16
+"""Open files that a worker may have, if the hard limit allows as many."""
+PR_SET_CHILD_SUBREAPER = 36
 LEVELS = {"starting": "INFO", "ready": "INFO", "away": "WARNING", "ended": "ERROR", "left": "INFO"}
 
 
@@ -70,13 +89,19 @@ class Lines:
 
     def __init__(self, fd: int, log_format: str) -> None:
         self._fd = fd
-        self._is_json = log_format == "json"
+        self._is_json, self._is_raw = log_format == "json", log_format == "raw"
+
+    @property
+    def file(self) -> str:
+        """Path of the file to which the lines go; empty: they go to no file."""
+        path = Path(f"/proc/self/fd/{self._fd}").resolve()
+        return str(path) if path.is_file() else ""
 
     def relay(self, line: bytes, logger: str, worker: str = "") -> None:
         """Write a line of another process. In JSON format, other lines are converted to JSON log lines."""
         text = line.decode(errors="replace").rstrip("\r\n")
         if not self._is_json:
-            self._write(f"[{worker}] {text}" if worker else text)
+            self._write(f"[{worker}] {text}" if worker and not self._is_raw else text)
             return
         with contextlib.suppress(ValueError):
             entry = json.loads(text)
@@ -94,7 +119,7 @@ class Lines:
             parts |= {"service": "baton-node", "message": entry.message}
             self._write(json.dumps(parts | ({"worker": entry.worker} if entry.worker else {})))
         else:
-            prefix = f"[{entry.worker}] " if entry.worker else ""
+            prefix = f"[{entry.worker}] " if entry.worker and not self._is_raw else ""
             self._write(f"{prefix}{now} {entry.level} {os.getpid()} {entry.logger}: {entry.message}")
 
     def _write(self, text: str) -> None:
@@ -147,19 +172,24 @@ def in_words(state: str, reason: str) -> str:
 
 
 class Node:
-    """Server for the actors' reports, and writer of the probes' files.
+    """Server for the actors' orders, and writer of the probes' files.
 
     Args:
         folder: folder of the socket and the probes' files. It is recreated.
+        tells_states: also write lines about the workers' states.
     """
 
-    def __init__(self, folder: Path, lines: Lines) -> None:
+    def __init__(self, folder: Path, lines: Lines, *, tells_states: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, mode=0o700)
         self._folder = folder
         self._lines = lines
+        self._tells_states = tells_states
+        self._is_ending = False
         self._workers = WorkersHere(time.monotonic())
+        self.supervisor = Supervisor(self._tell_orphaned)
         self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+        self._outputs: dict[WorkerProcess, asyncio.Task[None]] = {}
         self._latest: dict[str, deque[bytes]] = {}
         """Latest lines by worker; the most recent writer comes last."""
         self._show()
@@ -169,46 +199,125 @@ class Node:
         """Path of the socket for actors."""
         return self._folder / "socket"
 
-    async def serve(self, ray: socket.socket) -> None:
-        """Relay the output of actors and of Ray until Ray and the actors have ended."""
-        server = await asyncio.start_unix_server(self._connected, self.address, limit=MAX_LINE)
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncGenerator[None]:
+        """Context manager: serves actors; at its end the workers are killed, and their last output is relayed."""
+        server = await asyncio.start_unix_server(self._connected, self.address, limit=MAX_ORDER)
         self.address.chmod(0o600)
         async with server:
-            reader, _ = await asyncio.open_connection(sock=ray, limit=MAX_LINE)
-            relaying = asyncio.create_task(self._relay(reader, "ray"))
-            while not relaying.done():
-                self._workers.look(time.monotonic())
-                self._show()
-                await asyncio.wait([relaying], timeout=TICK_S)
-            if self._connections:
-                await asyncio.wait(self._connections, timeout=LAST_WORDS_S)
-            for writer in self._connections.values():
-                writer.transport.abort()
-            await asyncio.gather(*self._connections)
+            ticking = asyncio.create_task(self._tick())
+            try:
+                yield
+            finally:
+                self._is_ending = True
+                ticking.cancel()
+                await self.supervisor.kill_all()
+                if self._connections:
+                    await asyncio.wait(self._connections, timeout=LAST_WORDS_S)
+                for writer in self._connections.values():
+                    writer.transport.abort()
+                await asyncio.gather(*self._connections)
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def say(self, message: str, level: str = "WARNING", worker: str = "") -> None:
+        """Write a line of this process."""
+        self._lines.write(Entry(level, "node", message, worker))
+
+    async def relay(self, output: socket.socket, logger: str, worker: str = "") -> None:
+        """Write the lines that come from a socket, until its end."""
+        reader, writer = await asyncio.open_connection(sock=output, limit=MAX_LINE)
+        while line := await _line(reader):
+            self._lines.relay(line, logger, worker)
+            if worker:
+                self._keep(line, worker)
+        writer.close()
+
+    async def _tick(self) -> None:
+        while True:
+            self._workers.look(time.monotonic())
+            self._show()
+            (self._folder / "alive").touch()
+            await asyncio.sleep(TICK_S)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve an actor's connection, whose first line names the worker and the stream."""
+        """Serve a connection, whose first line names the worker and the stream."""
         connection = asyncio.current_task()
         assert connection is not None
         self._connections[connection] = writer
         try:
             head = json.loads(await reader.readline() or b"{}")
-            if head.get("stream") == "output":
-                await self._relay(reader, "output", head["worker"])
-            elif head.get("stream") == "latest":
+            if head.get("stream") == "latest":
                 writer.writelines(self._latest.get(head["worker"], ()))
                 await writer.drain()
-            elif head.get("stream") == "state":
-                await self._follow(reader, head["worker"])
+            elif head.get("stream") == "worker":
+                await self._serve_actor(reader, writer, head["worker"])
+        except ConnectionError:
+            pass  # the other process has ended
         finally:
             del self._connections[connection]
             writer.close()
 
-    async def _relay(self, reader: asyncio.StreamReader, logger: str, worker: str = "") -> None:
-        while line := await _line(reader):
-            self._lines.relay(line, logger, worker)
+    async def _serve_actor(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, worker_id: str) -> None:
+        """Follow the orders of a worker's actor until it is gone."""
+        worker: WorkerProcess | None = None
+        following: asyncio.Task[None] | None = None
+        try:
+            while line := await reader.readline():
+                order = json.loads(line)
+                match order.pop("order"):
+                    case "start" | "adopt" as kind:
+                        try:
+                            worker = await (self._start if kind == "start" else self._adopt)(worker_id, writer, order)
+                        except WorkerFailed as error:
+                            _answer(writer, error=str(error))
+                        else:
+                            following = asyncio.create_task(self._follow(worker, writer))
+                    case "signal" if worker is not None and worker.owner is writer:
+                        self.supervisor.send_signal(worker, order["number"])
+                    case "state" if worker in self._outputs:
+                        self._note(worker_id, order["state"], order["reason"])
+        finally:
+            if following:
+                following.cancel()
             if worker:
-                self._keep(line, worker)
+                self.supervisor.release(worker, writer)
+
+    async def _start(self, worker_id: str, owner: object, order: dict[str, Any]) -> WorkerProcess:
+        worker = await self.supervisor.start(worker_id, StartOrder(**order), owner)
+        self._outputs[worker] = asyncio.create_task(self._live(worker), name=worker_id)
+        return worker
+
+    async def _adopt(self, worker_id: str, owner: object, order: dict[str, Any]) -> WorkerProcess:
+        worker = self.supervisor.adopt(worker_id, owner, order["gpus"])
+        self.say(f"{worker_id} is adopted by a new Ray actor", "INFO", worker_id)
+        return worker
+
+    async def _live(self, worker: WorkerProcess) -> None:
+        """Relay a worker's output and report until its end, and record its end."""
+        relaying = asyncio.create_task(self.relay(worker.output, "output", worker.id))
+        reader, writer = await asyncio.open_connection(sock=worker.reports, limit=MAX_ORDER)
+        if line := await reader.readline():
+            worker.report.set_result(line.decode())
+        writer.close()
+        status = await worker.ended
+        await asyncio.wait([relaying], timeout=LAST_WORDS_S)
+        relaying.cancel()  # a child of the worker may still have the socket
+        if self.supervisor.workers.get(worker.id) in (None, worker):
+            self._note(worker.id, "ended" if status else "left", end_in_words(status))
+            self._workers.forget(worker.id, time.monotonic())
+            self._show()
+        del self._outputs[worker]
+
+    async def _follow(self, worker: WorkerProcess, writer: asyncio.StreamWriter) -> None:
+        """Send an actor its worker's report and end."""
+        living = self._outputs[worker]
+        first: list[asyncio.Future[Any]] = [worker.report, living]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if worker.report.done():
+            _answer(writer, report=json.loads(worker.report.result()))
+        await asyncio.wait([living])
+        last = last_line_of(b"\n".join(line.rstrip() for line in self._latest.get(worker.id, ())))
+        _answer(writer, ended=worker.ended.result(), last_line=last, log=self._lines.file)
 
     def _keep(self, line: bytes, worker: str) -> None:
         kept = self._latest.pop(worker, None) or deque(maxlen=MAX_KEPT_LINES)
@@ -217,20 +326,14 @@ class Node:
         if len(self._latest) > MAX_KEPT_IDS:
             del self._latest[next(iter(self._latest))]
 
-    async def _follow(self, reader: asyncio.StreamReader, worker: str) -> None:
-        state = ""
-        while line := await _line(reader):
-            said = json.loads(line)
-            state = said["state"]
-            self._note(worker, state, said["reason"])
-        if state not in ("ended", "left"):
-            self._note(worker, "ended", "is gone with its actor")
-        self._workers.forget(worker, time.monotonic())
-        self._show()
+    def _tell_orphaned(self, worker: str, what: str) -> None:
+        if not self._is_ending:
+            self.say(f"{worker} {what}", worker=worker)
 
     def _note(self, worker: str, state: str, reason: str) -> None:
         self._workers.become(worker, state, reason)
-        self._lines.write(Entry(LEVELS.get(state, "INFO"), "node", self._workers.says[worker], worker))
+        if self._tells_states:
+            self.say(self._workers.says[worker], LEVELS.get(state, "INFO"), worker)
         self._show()
 
     def _show(self) -> None:
@@ -246,6 +349,24 @@ class Node:
                 (self._folder / name).unlink(missing_ok=True)
 
 
+def _answer(writer: asyncio.StreamWriter, **values: object) -> None:
+    writer.write(json.dumps(values).encode() + b"\n")
+
+
+def end_in_words(status: int) -> str:
+    """Describe the end of a process by its exit status from `subprocess`; empty: a normal exit."""
+    if status == 0:
+        return ""
+    if status > 0:
+        return f"ended with status {status}"
+    killed = "was killed by" if -status == signal.SIGKILL else "crashed with"
+    hint = " (by the kernel, for want of memory?)" if -status == signal.SIGKILL else ""
+    try:
+        return f"{killed} {signal.Signals(-status).name}{hint}"
+    except ValueError:
+        return f"{killed} signal {-status}"
+
+
 async def _line(reader: asyncio.StreamReader) -> bytes:
     """Return the next line, or the first part of a line that is too long; empty: end of the stream."""
     try:
@@ -258,68 +379,124 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def run(command: Sequence[str], folder: Path, lines: Lines) -> int:
-    """Run Ray until it ends, and return its exit status like a shell.
+class Stop:
+    """Request to end, by SIGTERM or SIGINT, which is forwarded to Ray."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.ray_pid = 0
+        self._number = 0
+
+    def ask(self, number: int) -> None:
+        """Handle a signal."""
+        self._number = number
+        self.asked.set()
+        self.forward()
+
+    def forward(self) -> None:
+        """Send Ray the signal, if there was one."""
+        if self.ray_pid and self._number:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.ray_pid, self._number)
+
+
+async def run(
+    command: Sequence[str], folder: Path, lines: Lines, *, raylet: str = "", ready_fd: int | None = None
+) -> int:
+    """Run workers, and Ray if there is a command, until a signal or Ray's end; return its exit status like a shell.
 
     Raises:
         OSError: the command cannot be run.
     """
-    signals = Signals()
-    node = Node(folder, lines)
+    node, stop = Node(folder, lines, tells_states=bool(command)), Stop()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.ask, number)
+    loop.add_signal_handler(signal.SIGCHLD, node.supervisor.reap)
+    async with node.serving():
+        if ready_fd is not None:
+            tell_parent(ready_fd, socket=str(node.address))
+        if command:
+            return await _keep_ray(command, node, stop, raylet)
+        await stop.asked.wait()
+        return 0
+
+
+async def _keep_ray(command: Sequence[str], node: Node, stop: Stop, raylet: str) -> int:
+    """Run Ray, and start it again if it ends while workers run. Return its last exit status like a shell."""
+    num_failures = 0
+    while True:
+        began_s = time.monotonic()
+        status = await _run_ray(command, node, stop, raylet)
+        if stop.asked.is_set() or not node.supervisor.workers:
+            return status
+        num_failures = 0 if time.monotonic() - began_s > STABLE_S else num_failures + 1
+        wait_s = RESTART_S[min(num_failures, len(RESTART_S) - 1)]
+        serving = ", ".join(sorted(node.supervisor.workers))
+        node.say(f"Ray has ended with status {status}; {serving} serve on; starting Ray again in {wait_s:g} s")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.asked.wait(), wait_s)
+            return status
+
+
+async def _run_ray(command: Sequence[str], node: Node, stop: Stop, raylet: str) -> int:
+    """Run Ray until its end, and kill what is left of it."""
     ours, rays = socket.socketpair()
-    relaying = threading.Thread(target=_serve, args=(node, ours), daemon=True)
-    relaying.start()
     with rays:
         environment = {**os.environ, SOCKET: str(node.address)}
-        process = subprocess.Popen(command, stdout=rays.fileno(), stderr=rays.fileno(), env=environment)
-    signals.pass_on_to(process.pid)
-    status = _reap_until(process.pid)
-    relaying.join(2 * LAST_WORDS_S)
-    return status
+        pid, ended = node.supervisor.popen(command, stdout=rays.fileno(), stderr=rays.fileno(), env=environment)
+    relaying = asyncio.create_task(node.relay(ours, "ray"))
+    watching = asyncio.create_task(until_silent(raylet)) if raylet else asyncio.get_running_loop().create_future()
+    stop.ray_pid = pid
+    stop.forward()
+    try:
+        first: list[asyncio.Future[Any]] = [ended, watching]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            node.say("the raylet does not answer: Ray is killed")
+            os.kill(pid, signal.SIGKILL)
+        code = await ended
+    finally:
+        stop.ray_pid = 0
+        watching.cancel()
+    _kill_strays(node.supervisor)
+    await asyncio.wait([relaying], timeout=LAST_WORDS_S)
+    relaying.cancel()
+    return 128 - code if code < 0 else code
 
 
-class Signals:
-    """Forwarder of signals to Ray, including those that arrive before Ray has started."""
+def _kill_strays(supervisor: Supervisor) -> None:
+    """Kill the processes of a Ray that has ended: they would keep its ports, and this process has adopted them."""
+    import psutil
 
-    def __init__(self) -> None:
-        self._pid = 0
-        self._early: list[int] = []
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._take)
-
-    def pass_on_to(self, pid: int) -> None:
-        """Forward signals to that process from now on."""
-        self._pid = pid
-        for number in self._early:
-            os.kill(pid, number)
-
-    def _take(self, number: int, _frame: FrameType | None) -> None:
-        if self._pid:
-            os.kill(self._pid, number)
-        else:
-            self._early.append(number)
+    for child in psutil.Process().children():
+        if not supervisor.is_own(child.pid):
+            for process in (child, *child.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
-def _serve(node: Node, ray: socket.socket) -> None:
-    asyncio.run(node.serve(ray))
-
-
-def _reap_until(pid: int) -> int:
-    """Reap children, including adopted orphans, until the given one has ended."""
-    while True:
-        ended, status = os.wait()
-        if ended == pid:
-            code = os.waitstatus_to_exitcode(status)
-            return 128 - code if code < 0 else code
+def _prepare() -> None:
+    """Become the parent of orphaned descendants, and allow workers many open files."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.ray_pools.node", description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, required=True, help="folder of the socket and the probes' files")
-    parser.add_argument("--log-format", choices=["text", "json"], default="text")
-    parser.add_argument("command", nargs="+", help="command that runs Ray, after --")
+    parser.add_argument("--log-format", choices=["text", "json", "raw"], default="text", help="raw: without worker ids")
+    parser.add_argument("--raylet", default="", help="host:port of the raylet; Ray is restarted if it does not answer")
+    parser.add_argument("--ready-fd", type=int, help="inherited descriptor to which the socket's path is written")
+    parser.add_argument("command", nargs="*", help="command that runs Ray, after --; none: Ray is not run here")
     args = parser.parse_args()
-    sys.exit(run(args.command, args.folder, Lines(sys.stdout.fileno(), args.log_format)))
+    _prepare()
+    lines = Lines(sys.stdout.fileno(), args.log_format)
+    sys.exit(asyncio.run(run(args.command, args.folder, lines, raylet=args.raylet, ready_fd=args.ready_fd)))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""Connection from a worker's actor to the first process of its container (`deploy.ray_pools.node`).
+"""Connection from a worker's actor to the node process (`deploy.ray_pools.node`), which runs the worker.
 
-It carries the worker's output and state. Outside containers, as on a laptop, there is no such process, and nothing is
-reported.
+link = await NodeLink.open(socket_path, "worker-0")
+report = await link.start(StartOrder(...), "it is a decode worker")  # or `adopt`, if the worker runs already
+ended = await link.ended()
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import signal
-import socket
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -19,8 +21,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import WorkerFailed
 from baton.rpc import channel
+from baton.tasks import cancel_and_wait
 from baton.tls import Tls
-from deploy.ray_pools.node import SOCKET
+from deploy.ray_pools.node import MAX_ORDER, end_in_words
+from deploy.ray_pools.supervisor import StartOrder
 
 ASK_S = 2.0
 """Interval between health checks of a worker."""
@@ -28,70 +32,139 @@ ANSWER_S = 5.0
 """Timeout of a health check."""
 
 
-class NodeLink:
-    """Reporter of one worker's state.
+@dataclass(frozen=True, slots=True)
+class WorkerEnd:
+    """How a worker's process has ended."""
 
-    Args:
-        path: path of the node's socket; empty: there is none.
-
-    Raises:
-        WorkerFailed: no process listens there, because its container is about to end.
-    """
-
-    def __init__(self, path: str, worker_id: str) -> None:
-        self._path = path
-        self._worker_id = worker_id
-        self._states = self._connected("state")
-        self._said = ""
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str], worker_id: str) -> NodeLink:
-        """Return the connection to the node with this environment."""
-        return cls(environ.get(SOCKET, ""), worker_id)
+    status: int
+    """Exit status, as in `subprocess`."""
+    last_line: str
+    """Last line of its output; empty: there was none."""
+    log: str
+    """Path of the file with its output; empty: it is in no file."""
 
     @property
-    def path(self) -> str:
-        """Path of the node's socket; empty: there is none."""
-        return self._path
+    def in_words(self) -> str:
+        """Its end, and its last line, as a predicate."""
+        return f"{end_in_words(self.status) or 'ended with status 0'}{self.last_words}"
 
-    def output(self) -> socket.socket | None:
-        """Return a socket for the worker's output, which the caller closes; None: it shares this process's output."""
-        return self._connected("output")
+    @property
+    def last_words(self) -> str:
+        """Its last line and the path of its log, as the end of a sentence."""
+        log = f"; its log: {self.log}" if self.log else ""
+        return f": {self.last_line}{log}" if self.last_line else ""
+
+
+class NodeLink:
+    """Owner of one worker's process. Create it with `open`."""
+
+    def __init__(self, worker_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._worker_id = worker_id
+        self._writer = writer
+        self._said = ""
+        loop = asyncio.get_running_loop()
+        self._report: asyncio.Future[dict[str, Any]] = loop.create_future()
+        self._ended: asyncio.Future[WorkerEnd] = loop.create_future()
+        self._reading = asyncio.create_task(self._read(reader), name=f"node of {worker_id}")
+
+    @classmethod
+    async def open(cls, path: str, worker_id: str) -> NodeLink:
+        """Connect to the node process at that socket.
+
+        Raises:
+            WorkerFailed: no process listens there, because its container is about to end.
+        """
+        try:
+            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_ORDER)
+        except OSError as error:
+            raise WorkerFailed(f"the node process does not answer: {error}") from error
+        link = cls(worker_id, reader, writer)
+        link._send(worker=worker_id, stream="worker")
+        return link
+
+    async def start(self, order: StartOrder, reason: str) -> dict[str, Any]:
+        """Start the worker, and return its report when it is ready or has failed. It has no other owner then.
+
+        Args:
+            reason: added to the line that says that the worker starts.
+
+        Raises:
+            WorkerFailed: it cannot be started, or has ended before it was ready.
+        """
+        self._send(order="start", **dataclasses.asdict(order))
+        self.say("starting", reason)
+        return await self._reported()
+
+    async def adopt(self, gpus: Sequence[str]) -> dict[str, Any]:
+        """Become the owner of the running worker, and return its report.
+
+        Args:
+            gpus: GPUs that Ray has assigned to the actor.
+
+        Raises:
+            WorkerFailed: it does not run on this node, or is about to end.
+        """
+        self._send(order="adopt", gpus=gpus)
+        return await self._reported()
+
+    async def ended(self) -> WorkerEnd:
+        """Wait for the end of the worker's process. Raises WorkerFailed if the node process ends."""
+        return await asyncio.shield(self._ended)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the worker's process."""
+        self._send(order="signal", number=int(number))
 
     def say(self, state: str, reason: str = "") -> None:
         """Report the worker's state if it has changed."""
-        if self._states is None or state == self._said:
-            return
-        self._said = state
-        with contextlib.suppress(OSError):  # the container is about to end
-            self._states.sendall(json.dumps({"state": state, "reason": reason}).encode() + b"\n")
+        if state != self._said:
+            self._said = state
+            self._send(order="state", state=state, reason=reason)
 
-    def close(self) -> None:
-        """Stop reporting: for the node, the worker is gone."""
-        if self._states is not None:
-            self._states.close()
+    async def close(self) -> None:
+        """Close the connection. A worker that still runs has no owner then."""
+        self._writer.close()
+        await cancel_and_wait([self._reading])
 
     async def watch(self, address: str, tls: Tls | None) -> None:
-        """Check the health of the worker at that address and report it, until cancelled."""
-        if self._states is None:
-            return
+        """Check the health of the worker at that address and report it, until its end."""
         async with channel(address, tls) as link:
-            while True:
+            while not self._ended.done():
                 reason = await why_away(link)
                 self.say("away" if reason else "ready", reason)
-                await asyncio.sleep(ASK_S)
+                await asyncio.wait([self._ended], timeout=ASK_S)
 
-    def _connected(self, stream: str) -> socket.socket | None:
-        if not self._path:
-            return None
-        link = socket.socket(socket.AF_UNIX)
-        try:
-            link.connect(self._path)
-            link.sendall(json.dumps({"worker": self._worker_id, "stream": stream}).encode() + b"\n")
-        except OSError as error:
-            link.close()
-            raise WorkerFailed(f"the node's first process does not answer: {error}") from error
-        return link
+    async def _reported(self) -> dict[str, Any]:
+        first: list[asyncio.Future[Any]] = [self._report, self._ended]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if self._report.done():
+            return self._report.result()
+        ended = self._ended.result()
+        raise WorkerFailed(f"{self._worker_id} ended before it was ready{ended.last_words or '; its log says why'}")
+
+    def _send(self, **values: object) -> None:
+        with contextlib.suppress(OSError):  # then the reader sees its end, too
+            self._writer.write(json.dumps(values).encode() + b"\n")
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                answer = json.loads(line)
+                if "report" in answer:
+                    self._report.set_result(answer["report"])
+                elif "ended" in answer:
+                    self._ended.set_result(WorkerEnd(answer["ended"], answer["last_line"], answer["log"]))
+                    return
+                else:
+                    self._fail(answer["error"])
+                    return
+        self._fail("the node process has ended, and its workers with it")
+
+    def _fail(self, why: str) -> None:
+        for future in (self._report, self._ended):
+            if not future.done():
+                future.set_exception(WorkerFailed(why))
+                future.exception()  # it may have no reader
 
 
 async def why_away(link: grpc.aio.Channel) -> str:
@@ -102,17 +175,3 @@ async def why_away(link: grpc.aio.Channel) -> str:
     except grpc.aio.AioRpcError as error:
         return f"it does not answer ({error.code().name})"
     return "" if answer.status == health_pb2.HealthCheckResponse.SERVING else "it takes no new work"
-
-
-def end_in_words(status: int) -> str:
-    """Describe the end of a process by its exit status from `subprocess`; empty: a normal exit."""
-    if status == 0:
-        return ""
-    if status > 0:
-        return f"ended with status {status}"
-    killed = "was killed by" if -status == signal.SIGKILL else "crashed with"
-    hint = " (by the kernel, for want of memory?)" if -status == signal.SIGKILL else ""
-    try:
-        return f"{killed} {signal.Signals(-status).name}{hint}"
-    except ValueError:
-        return f"{killed} signal {-status}"

@@ -12,5 +12,6 @@ os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # otherwise its prefix of a work
 import ray
 import ray.exceptions
 import ray.util
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-__all__ = ["ray"]
+__all__ = ["NodeAffinitySchedulingStrategy", "ray"]

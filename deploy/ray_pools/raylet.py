@@ -1,0 +1,50 @@
+"""Health of a raylet, Ray's process on a node, as its gRPC server reports it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+
+CHECK_S = 10.0
+"""Interval between checks."""
+TIMEOUT_S = 5.0
+MAX_FAILURES = 9
+"""Consecutive failed checks after which a raylet counts as hung. Its first checks may come before it has started."""
+
+
+async def until_silent(address: str) -> None:
+    """Return when the raylet has not answered `MAX_FAILURES` checks in a row.
+
+    Args:
+        address: host:port of its gRPC server.
+    """
+    num_failures = 0
+    while num_failures < MAX_FAILURES:
+        await asyncio.sleep(CHECK_S)
+        num_failures = 0 if await _answers(address) else num_failures + 1
+
+
+async def _answers(address: str) -> bool:
+    """Return whether the raylet passes a health check. With Ray's own TLS it need only accept a connection."""
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return await _accepts(address)
+    import grpc  # a node process on one machine does not need it
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    async with grpc.aio.insecure_channel(address) as link:
+        try:
+            stub = health_pb2_grpc.HealthStub(link)
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return False
+    return True
+
+
+async def _accepts(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError, TimeoutError):
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), TIMEOUT_S)
+        writer.close()
+        return True
+    return False

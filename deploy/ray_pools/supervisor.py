@@ -1,0 +1,221 @@
+"""Worker processes of one Ray node. They are children of the node process, and so survive the end of Ray.
+
+    RUNNING ── its actor is gone ──> ORPHANED ── adopted by the next actor ──> RUNNING
+                                         └── after `orphan_timeout_s`: SIGTERM, it drains ──> ended
+
+A Ray actor orders its worker's start and end (`deploy.ray_pools.node_link`). Ray ends its actors when its raylet, its
+head or the head's GCS fails. The worker then serves on, and the actor that Ray starts on this node later adopts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.errors import WorkerFailed
+from deploy.processes import tied
+from deploy.ray_pools.gpus import free_gpus
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Environment variable by which Ray tells an actor its GPUs, and CUDA a process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOrder:
+    """What an actor sends to start its worker."""
+
+    command: Sequence[str]
+    """The worker's command. `--ready-fd N` is appended."""
+    environment: Mapping[str, str]
+    """The whole environment of the process."""
+    gpus: Sequence[str]
+    """GPUs that Ray has assigned to the actor, as in CUDA_VISIBLE_DEVICES."""
+    gpu_share: float
+    """Share of each of its GPUs that the worker may use; 0: it uses none."""
+    orphan_timeout_s: float
+    """Maximum time for which the worker serves on without an actor."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class WorkerProcess:
+    """One worker's process, from its start to its end."""
+
+    id: str
+    pid: int
+    ended: asyncio.Future[int]
+    """Exit status, as in `subprocess`."""
+    output: socket.socket
+    """Socket from which the node process reads the worker's output."""
+    reports: socket.socket
+    """Socket from which the node process reads the worker's report, one line, when it is ready."""
+    gpu_share: float
+    gpus: Sequence[str]
+    """GPUs that the process uses."""
+    assigned: Sequence[str]
+    """GPUs that Ray has assigned to its present actor. After a restart of Ray they may be other ones."""
+    orphan_timeout_s: float
+    report: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """The worker's report; never done if the process ends before."""
+    owner: object = None
+    """Connection of its actor; None: it is an orphan."""
+    orphaned: asyncio.Task[None] | None = None
+    """Task that ends the orphan after its timeout."""
+    is_leaving: bool = False
+    """It has got SIGTERM."""
+
+
+class Supervisor:
+    """All worker processes of this node, by worker id. Use it from one event loop, in the process's main thread.
+
+    Args:
+        on_orphaned: callback for a worker that has lost its actor, with a sentence about it.
+    """
+
+    def __init__(self, on_orphaned: Callable[[str, str], None]) -> None:
+        self.workers: dict[str, WorkerProcess] = {}
+        self._on_orphaned = on_orphaned
+        self._children: dict[int, tuple[subprocess.Popen[bytes], asyncio.Future[int]]] = {}
+
+    async def start(self, worker_id: str, order: StartOrder, owner: object) -> WorkerProcess:
+        """Start a worker. A process that still has this id is killed first: its actor's controller has given it up.
+
+        Raises:
+            WorkerFailed: its GPUs are in use, or its command cannot be run.
+        """
+        if before := self.workers.get(worker_id):
+            self.send_signal(before, signal.SIGKILL)
+            await asyncio.wait([before.ended])
+        others = [*self.workers.values()]
+        in_use: dict[str, float] = {}
+        for gpu, share in ((gpu, other.gpu_share) for other in others for gpu in other.gpus):
+            in_use[gpu] = in_use.get(gpu, 0.0) + share
+        known = [gpu for other in others for gpu in (*other.assigned, *other.gpus)]
+        gpus = free_gpus(order.gpus, order.gpu_share, in_use, known)
+        if gpus is None:
+            raise WorkerFailed(
+                f"the GPUs {','.join(order.gpus)} of {worker_id} are in use by {', '.join(sorted(self.workers))}, some "
+                "of which have lost their Ray actors; it can start when they are adopted or have ended"
+            )
+        environment = {**order.environment, **({VISIBLE: ",".join(gpus)} if gpus else {})}
+        worker = self._spawn(worker_id, order, environment)
+        worker.gpus, worker.assigned, worker.owner = gpus, order.gpus, owner
+        self.workers[worker_id] = worker
+        worker.ended.add_done_callback(lambda _: self._forget(worker))
+        return worker
+
+    def adopt(self, worker_id: str, owner: object, assigned: Sequence[str]) -> WorkerProcess:
+        """Make the caller the owner of a running worker.
+
+        Args:
+            assigned: GPUs that Ray has assigned to the new actor.
+
+        Raises:
+            WorkerFailed: no such worker runs here, or it is leaving.
+        """
+        worker = self.workers.get(worker_id)
+        if worker is None or worker.is_leaving:
+            raise WorkerFailed(f"{worker_id} {'is leaving' if worker else 'does not run on this node'}")
+        if worker.orphaned:
+            worker.orphaned.cancel()
+        worker.owner, worker.orphaned, worker.assigned = owner, None, assigned
+        return worker
+
+    def release(self, worker: WorkerProcess, owner: object) -> None:
+        """Record that an actor is gone. Its worker becomes an orphan, unless another actor has adopted it."""
+        if worker.owner is not owner:
+            return
+        worker.owner = None
+        if worker.ended.done() or worker.is_leaving:
+            return
+        limit = f"for up to {worker.orphan_timeout_s:g} s (cluster.orphan_timeout_s)"
+        self._on_orphaned(worker.id, f"has lost its Ray actor; it serves on {limit} until it is adopted")
+        worker.orphaned = asyncio.create_task(self._end_orphan(worker), name=f"orphan {worker.id}")
+
+    def send_signal(self, worker: WorkerProcess, number: int) -> None:
+        """Send a signal to the worker, if it still runs."""
+        worker.is_leaving = True
+        if worker.pid in self._children:  # not reaped yet, so the pid is still its own
+            os.kill(worker.pid, number)
+
+    def reap(self) -> None:
+        """Collect the exit statuses of all children that have ended. Call it at SIGCHLD.
+
+        They include orphaned processes, which a container's first process adopts.
+        """
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            if child := self._children.pop(pid, None):
+                child[0].returncode = os.waitstatus_to_exitcode(status)
+                child[1].set_result(child[0].returncode)
+
+    def popen(self, command: Sequence[str], **options: Any) -> tuple[int, asyncio.Future[int]]:
+        """Start a child, and return its process id and its future exit status. Raises OSError."""
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **options)
+        ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._children[process.pid] = (process, ended)
+        return process.pid, ended
+
+    def is_own(self, pid: int) -> bool:
+        """Return whether `popen` has started this child."""
+        return pid in self._children
+
+    async def kill_all(self) -> None:
+        """Kill all workers, and wait for their end."""
+        workers = [*self.workers.values()]
+        for worker in workers:
+            self.send_signal(worker, signal.SIGKILL)
+        if workers:
+            await asyncio.wait([worker.ended for worker in workers])
+
+    def _spawn(self, worker_id: str, order: StartOrder, environment: Mapping[str, str]) -> WorkerProcess:
+        output, workers_output = socket.socketpair()
+        reports, workers_reports = socket.socketpair()
+        try:
+            with workers_output, workers_reports:
+                descriptor = workers_reports.fileno()
+                pid, ended = self.popen(
+                    tied([*order.command, "--ready-fd", str(descriptor)]),
+                    env=environment,
+                    pass_fds=[descriptor],
+                    stdout=workers_output.fileno(),
+                    stderr=workers_output.fileno(),
+                )
+        except OSError as error:
+            output.close()
+            reports.close()
+            raise WorkerFailed(f"{worker_id} cannot be started: {error}") from error
+        return WorkerProcess(
+            id=worker_id,
+            pid=pid,
+            ended=ended,
+            output=output,
+            reports=reports,
+            gpu_share=order.gpu_share,
+            gpus=(),
+            assigned=(),
+            orphan_timeout_s=order.orphan_timeout_s,
+        )
+
+    def _forget(self, worker: WorkerProcess) -> None:
+        if worker.orphaned:
+            worker.orphaned.cancel()
+        if self.workers.get(worker.id) is worker:
+            del self.workers[worker.id]
+
+    async def _end_orphan(self, worker: WorkerProcess) -> None:
+        await asyncio.sleep(worker.orphan_timeout_s)
+        self._on_orphaned(worker.id, f"has had no Ray actor for {worker.orphan_timeout_s:g} s: it drains and ends")
+        with contextlib.suppress(ProcessLookupError):
+            self.send_signal(worker, signal.SIGTERM)
