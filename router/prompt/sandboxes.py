@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from baton.config import child_environment
 from baton.errors import Overloaded
 from baton.sandbox import HEADER, ReplyKind
 from baton.tasks import Flag, seen_through
@@ -221,7 +222,11 @@ class _Sandbox:
         with inner:
             # The process ends with the thread that starts it (`baton.parent`): here, the thread of the event loop.
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
-                command, stdin=inner.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                command,
+                env=child_environment(os.environ),  # it runs what others have written, and needs no secret
+                stdin=inner.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
         self._loop.add_reader(self._connection, self._receive)
         self.is_settled = Flag()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,6 +120,15 @@ async def test_what_a_template_may_take_has_bounds(encoder_of: Any, name: str) -
         return
     await until(lambda: not psutil.pid_exists(renderer.pid))
     assert ended_children_s() - others_s - started_s < 1.5, "it had a second"
+
+
+async def test_a_template_has_no_secret_of_its_router(encoder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CONFIG_JSON", "planted")
+    encoder = encoder_of("{{ messages[0].content }}")
+    await encoder.start()
+    (renderer,) = renderers()
+    assert "BATON_CONFIG_JSON" not in renderer.environ()
+    assert renderer.environ()["PATH"] == os.environ["PATH"]
 
 
 async def test_only_a_message_that_is_continued_ends_at_the_mark(encoder_of: Any) -> None:
