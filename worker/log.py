@@ -54,6 +54,11 @@ def written(node: Path, worker_id: str) -> list[str]:
         raw = _kept(node, worker_id)
     except OSError as error:
         raise WorkerFailed(f"the output of {worker_id} cannot be read from {node}: {error}") from error
+    return shown(raw)
+
+
+def shown(raw: bytes) -> list[str]:
+    """Return output as text lines, and no more of it than is served."""
     # Not `splitlines`, which also splits at characters that may occur within a line.
     lines = (text for line in raw.decode(errors="replace").split("\n") for text in logs.as_text(line).split("\n"))
     said = [line.rstrip("\r")[: logs.MAX_KEPT_CHARACTERS] for line in lines if line]

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,7 +52,7 @@ from deploy.controller.reconcile import (
 )
 from deploy.controller.serving_pools import PoolSpecs
 from deploy.controller.state import ControllerState, RoleChange, StateFile
-from deploy.controller.worker_life import ManagedWorker, WorkerLives
+from deploy.controller.worker_life import ADOPTION_S, ManagedWorker, WorkerLives
 from deploy.kubernetes.node_plan import NodeLayout, NodePod, PlacedWorker, PodRollout, pod_rollout
 from deploy.kubernetes.serving_pool import PoolReport, PoolSpec
 from deploy.ray_pools.actors import RayActors
@@ -125,9 +125,7 @@ class Controller:
             ConfigError: Ray does not answer.
         """
         found = set(await self._actors.ids())
-        leased: dict[str, WorkerInfo] = {}
-        with contextlib.suppress(StoreUnavailable):
-            leased = {worker.info.id: worker.info for worker in await self._leases.list_workers()}
+        leased = await self._leased(self.state.pools.keys() - found)
         # If the state file is lost, a worker's lease has its role, and its actor has the pool.
         pools = {**self.state.pools, **await self._actors.pools(found - self.state.pools.keys())}
         if self.config.kubernetes.namespace:  # if Ray's state is lost, too, leases of the release are left
@@ -138,12 +136,29 @@ class Controller:
             worker = ManagedWorker(id=worker_id, pool=pool, role=role, settings=settings)
             self._lives.workers[worker_id] = worker
             if worker_id in found:
-                self._lives.adopt(worker)
+                self._lives.adopt(worker, leased.get(worker_id))
             elif worker_id in leased:
-                self._lives.adopt_serving(worker, leased[worker_id])
+                self._lives.adopt_orphan(worker, leased[worker_id])
         self._record_workers()
         self._retire_flipped()
         await self._lives.settled([worker for worker in self._lives.workers.values() if worker.task])
+
+    async def _leased(self, actorless: Set[str]) -> dict[str, WorkerInfo]:
+        """Return the workers with a lease.
+
+        Args:
+            actorless: workers that may serve without an actor. Redis may have lost its data at the same time as Ray, so
+                they get the time to renew their leases; and a Redis that does not answer is asked again for longer.
+        """
+        began_s = time.monotonic()
+        while True:
+            leased, timeout_s = dict[str, WorkerInfo](), ADOPTION_S
+            with contextlib.suppress(StoreUnavailable):
+                leased = {worker.info.id: worker.info for worker in await self._leases.list_workers()}
+                timeout_s = self.config.index.lease_s
+            if actorless <= leased.keys() or time.monotonic() - began_s > timeout_s:
+                return leased
+            await asyncio.sleep(self.config.index.poll_s)
 
     def _retire_flipped(self) -> None:
         """Replace workers that have changed their role, if the pools have got different engines since then."""

@@ -143,14 +143,19 @@ class WorkerLives:
         """Start the worker in a new actor."""
         self._begin(worker, self._actors.create(worker.id, worker.role, worker.pool))
 
-    def adopt(self, worker: ManagedWorker) -> None:
-        """Take over the worker in the running actor with its id."""
-        self._begin(worker, self._actors.get(worker.id))
+    def adopt(self, worker: ManagedWorker, info: WorkerInfo | None) -> None:
+        """Take over the worker in the running actor with its id.
 
-    def adopt_serving(self, worker: ManagedWorker, info: WorkerInfo) -> None:
-        """Take over a worker that serves, as its lease shows, and whose actor Ray no longer knows."""
+        Args:
+            info: from its lease; None: it has none. With it, the worker is found again if Ray has lost the actor.
+        """
+        self._begin(worker, self._actors.get(worker.id))
+        _learn(worker, info)
+
+    def adopt_orphan(self, worker: ManagedWorker, info: WorkerInfo) -> None:
+        """Take over a worker that serves, as its lease shows, and whose actor Ray does not know."""
         self._begin(worker, self._successor(worker, ActorLost("Ray does not know its actor")))
-        worker.pid, worker.address, worker.incarnation = info.pid, info.address, info.incarnation
+        _learn(worker, info)
         worker.is_placed, worker.leased_s, worker.phase = True, worker.since_s, WorkerPhase.READY
         logger.warning("%s serves, and Ray does not know its actor: it is adopted when its Ray node is back", worker)
 
@@ -165,8 +170,6 @@ class WorkerLives:
             await self._notify()
 
         can_answer = worker.is_serving
-        if worker.task and not can_answer:
-            worker.task.cancel()  # before it sees that the worker is ready
         worker.phase = WorkerPhase.LEAVING
         logger.info("%s leaves", worker)
         self._send_off(leave(can_answer), f"{worker.id} leaves")
@@ -414,6 +417,11 @@ class WorkerLives:
         self.due.set()
         async with self.changed:
             self.changed.notify_all()
+
+
+def _learn(worker: ManagedWorker, info: WorkerInfo | None) -> None:
+    if info is not None:
+        worker.pid, worker.address, worker.incarnation = info.pid, info.address, info.incarnation
 
 
 async def _is_well(address: str, tls: Tls | None) -> bool:

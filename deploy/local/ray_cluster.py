@@ -98,7 +98,6 @@ class RayCluster:
             *("the node process", "deploy.ray_pools.node", ("--folder", str(node), *log_format), {}),
             log=log_of(logs, "workers"),
         )
-        self._keeping_node: asyncio.Task[None] | None = None
         self._controller = self._controllers_child()
         self._was_started = False
         """True once workers were started; the controller may have ended since."""
@@ -113,7 +112,6 @@ class RayCluster:
         try:
             if not self._joins:
                 await self._node.start_and_listen()
-                self._keeping_node = asyncio.create_task(self._node.keep(), name="node process")
                 self._controller.tell((await self._head.start_and_listen())["address"])
             self.awaited = "the workers, which load the model"
             await started
@@ -123,10 +121,16 @@ class RayCluster:
         self._was_started = True
 
     async def keep(self) -> None:
-        """Restart Ray or the controller when one of them dies, until cancelled.
+        """Restart Ray, the node process or the controller when one of them dies, until cancelled.
 
-        Workers serve on meanwhile, and the next controller adopts them.
+        If Ray or the controller dies, workers serve on, and the next controller adopts them.
         """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_ray(), name="ray")
+            if not self._joins:
+                tasks.create_task(self._node.keep(), name="node process")
+
+    async def _keep_ray(self) -> None:
         while True:
             controller = asyncio.create_task(self._controller.ended())
             head = None if self._joins else asyncio.create_task(self._head.ended())
@@ -148,7 +152,6 @@ class RayCluster:
         if self._joins and status not in (None, 0) and (self._was_started or status != UNJOINED):
             await self._end_workers(timeout_s)
         await self._head.stop(timeout_s)
-        await cancel_and_wait([self._keeping_node] if self._keeping_node else [])
         await self._node.stop(timeout_s)
 
     async def _end_workers(self, timeout_s: float) -> None:

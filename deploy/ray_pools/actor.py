@@ -71,6 +71,7 @@ class WorkerActor:
         self._adopts = adopts
         self._started: asyncio.Task[dict[str, Any]] | None = None
         self._node: NodeLink | None = None
+        self._own: subprocess.Popen[bytes] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._turn: asyncio.Task[BinaryIO] | None = None
 
@@ -139,15 +140,17 @@ class WorkerActor:
             self._turn.add_done_callback(lambda turn: turn.exception() or turn.result().close())
 
     async def _start(self) -> dict[str, Any]:
-        path = os.environ.get(SOCKET) or await _own_node_process()
+        config = Config.from_json(self._config_json)
+        path = os.environ.get(SOCKET) or await self._own_node_process()
         self._node = await NodeLink.open(path, self._worker_id)
-        return await self._reported(await self._node.start(self._order(path), f"it is a {self._role} worker"))
+        order = self._order(config, path)
+        return await self._reported(await self._node.start(order, f"it is a {self._role} worker"))
 
     async def _adopt(self) -> dict[str, Any]:
         if not (path := os.environ.get(SOCKET)):
             raise WorkerFailed(f"{self._worker_id} has ended with its actor: its Ray node has no node process")
         self._node = await NodeLink.open(path, self._worker_id)
-        return await self._reported(await self._node.adopt(_assigned_gpus()[0]))
+        return await self._reported(await self._node.adopt(self._gpus()[0]))
 
     async def _reported(self, report: dict[str, Any]) -> dict[str, Any]:
         """Return the worker's report, and watch the worker from now on. Raises the error that it has reported."""
@@ -158,13 +161,13 @@ class WorkerActor:
         self._watching = asyncio.create_task(self._node.watch(report["address"], tls))
         return {**report, "pod": os.environ.get("POD_NAME", "")}
 
-    def _order(self, path: str) -> StartOrder:
+    def _order(self, config: Config, path: str) -> StartOrder:
         """Return the order that starts the worker.
 
         Args:
+            config: configuration of the cluster.
             path: socket of the node process, which keeps the worker's latest output.
         """
-        config = Config.from_json(self._config_json)
         orphan_timeout_s = config.cluster.orphan_timeout_s
         share = config.engine.memory_share * self._share(config)
         config = dataclasses.replace(
@@ -173,7 +176,7 @@ class WorkerActor:
             index=dataclasses.replace(config.index, redis_url=own_redis_url(config, os.environ)),
             cluster=dataclasses.replace(config.cluster, secret=own_secret(config, os.environ)),
         )
-        gpus, gpu_share = _assigned_gpus()
+        gpus, gpu_share = self._gpus()
         arguments = [self._role, self._worker_id, self._host or _node_address(), "--node", path]
         if self._fingerprint:
             arguments += ["--keys", self._fingerprint]
@@ -189,33 +192,43 @@ class WorkerActor:
             orphan_timeout_s=orphan_timeout_s,
         )
 
+    def _own_node_process(self) -> asyncio.Future[str]:
+        """Start a node process for this actor alone, and return the future path of its socket. It ends with the actor.
+
+        A Ray node that was started without a node process has none that its workers share.
+        """
+        folder = tempfile.mkdtemp(prefix="baton-node-")
+        reading, writing = os.pipe()
+        options = ["--folder", folder, "--log-format", "raw", "--ready-fd", str(writing)]
+        command = module_command("deploy.ray_pools.node", *options)
+        # From the event loop's thread: the process dies with that thread, and hence with the actor.
+        self._own = subprocess.Popen(tied(command, signal.SIGTERM), pass_fds=[writing])
+        os.close(writing)
+        return asyncio.ensure_future(asyncio.to_thread(_socket_of, reading))
+
     def _share(self, config: Config) -> float:
-        """Return this worker's share of the Ray node's memory, or of one of its GPUs."""
+        """Return this worker's share of the Ray node's memory, or of each of its GPUs."""
         import ray
 
-        context = ray.get_runtime_context()
-        own: dict[str, float] = context.get_assigned_resources()
-        if gpus := own.get("GPU"):
-            return memory_share(gpus)
+        if gpu_share := self._gpus()[1]:
+            return gpu_share
         if self._host:  # all are on this machine
             return 1 / (config.cluster.prefill + config.cluster.decode)
-        (node,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
-        return own[RESOURCE] / float(node["Resources"][RESOURCE])
+        own_id = ray.get_runtime_context().get_node_id()
+        (node,) = (node for node in ray.nodes() if node["NodeID"] == own_id)
+        return self._assigned()[RESOURCE] / float(node["Resources"][RESOURCE])
 
+    def _gpus(self) -> tuple[Sequence[str], float]:
+        """Return the GPUs that Ray has assigned to this actor, and its share of each."""
+        amount = self._assigned().get("GPU", 0.0)
+        return (os.environ.get(VISIBLE, "").split(","), memory_share(amount)) if amount else ((), 0.0)
 
-def _own_node_process() -> asyncio.Future[str]:
-    """Start a node process for this actor alone, and return the future path of its socket. It ends with the actor.
+    def _assigned(self) -> Mapping[str, float]:
+        """Return the resources that Ray has assigned to this actor."""
+        import ray
 
-    A Ray node that was started without a node process has none that its workers share.
-    """
-    folder = tempfile.mkdtemp(prefix="baton-node-")
-    reading, writing = os.pipe()
-    options = ["--folder", folder, "--log-format", "raw", "--ready-fd", str(writing)]
-    command = module_command("deploy.ray_pools.node", *options)
-    # From the event loop's thread: the process dies with that thread, and hence with the actor.
-    subprocess.Popen(tied(command, signal.SIGTERM), pass_fds=[writing])
-    os.close(writing)
-    return asyncio.ensure_future(asyncio.to_thread(_socket_of, reading))
+        assigned: dict[str, float] = ray.get_runtime_context().get_assigned_resources()
+        return assigned
 
 
 def _socket_of(report: int) -> str:
@@ -224,14 +237,6 @@ def _socket_of(report: int) -> str:
     if not line:
         raise WorkerFailed("the node process does not start")
     return str(json.loads(line)["socket"])
-
-
-def _assigned_gpus() -> tuple[Sequence[str], float]:
-    """Return the GPUs that Ray has assigned to this actor, and its share of each."""
-    import ray
-
-    amount: float = ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0)
-    return (os.environ.get(VISIBLE, "").split(","), memory_share(amount)) if amount else ((), 0.0)
 
 
 def _node_id() -> str:

@@ -32,11 +32,13 @@ import contextlib
 import ctypes
 import json
 import os
+import queue
 import resource
 import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -61,6 +63,8 @@ MAX_ORDER = 2**22
 """Maximum bytes of an actor's order, which has the worker's environment."""
 MAX_KEPT_LINES, MAX_KEPT_BYTES, MAX_KEPT_IDS = 400, 4096, 16
 """Limits of the lines in memory: latest lines per worker, bytes per line, and latest worker ids."""
+MAX_QUEUED, FULL_S = 1000, 5.0
+"""Lines that may wait to be written before workers wait with their output, and maximum wait for each further line."""
 LAST_WORDS_S = 2.0
 """Timeout, after the end of a process, for its remaining output."""
 TICK_S = 1.0
@@ -85,11 +89,27 @@ class Entry:
 
 
 class Lines:
-    """Writer of whole lines to a file descriptor, in the format of `baton.telemetry.logs`."""
+    """Writer of whole lines to a file descriptor, in the format of `baton.telemetry.logs`.
+
+    A thread writes, so that a reader that stalls does not stop the event loop.
+    """
 
     def __init__(self, fd: int, log_format: str) -> None:
         self._fd = fd
         self._is_json, self._is_raw = log_format == "json", log_format == "raw"
+        self._queue: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
+        threading.Thread(target=self._write_queued, name="lines", daemon=True).start()
+
+    async def room(self) -> None:
+        """Wait if many lines are queued."""
+        if self._queue.qsize() > MAX_QUEUED:
+            await asyncio.to_thread(self.flush, FULL_S)
+
+    def flush(self, timeout_s: float) -> None:
+        """Block until the lines so far are written, for at most `timeout_s`."""
+        done = threading.Event()
+        self._queue.put(done)
+        done.wait(timeout_s)
 
     @property
     def file(self) -> str:
@@ -123,9 +143,18 @@ class Lines:
             self._write(f"{prefix}{now} {entry.level} {os.getpid()} {entry.logger}: {entry.message}")
 
     def _write(self, text: str) -> None:
-        left = memoryview(in_line(text).encode() + b"\n")
-        while left:
-            left = left[os.write(self._fd, left) :]
+        self._queue.put(text)
+
+    def _write_queued(self) -> None:
+        while True:
+            text = self._queue.get()
+            if isinstance(text, threading.Event):
+                text.set()
+                continue
+            left = memoryview(in_line(text).encode() + b"\n")
+            with contextlib.suppress(OSError):  # its reader is gone
+                while left:
+                    left = left[os.write(self._fd, left) :]
 
 
 @dataclass(slots=True)
@@ -217,6 +246,7 @@ class Node:
                 for writer in self._connections.values():
                     writer.transport.abort()
                 await asyncio.gather(*self._connections)
+                self._lines.flush(LAST_WORDS_S)
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def say(self, message: str, level: str = "WARNING", worker: str = "") -> None:
@@ -230,6 +260,7 @@ class Node:
             self._lines.relay(line, logger, worker)
             if worker:
                 self._keep(line, worker)
+            await self._lines.room()
         writer.close()
 
     async def _tick(self) -> None:

@@ -25,6 +25,8 @@ from deploy.ray_pools.gpus import free_gpus
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Environment variable by which Ray tells an actor its GPUs, and CUDA a process."""
+OnOrphaned = Callable[[str, str], None]
+"""Callback with a worker that has lost its actor, and a predicate that says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +77,10 @@ class Supervisor:
     """All worker processes of this node, by worker id. Use it from one event loop, in the process's main thread.
 
     Args:
-        on_orphaned: callback for a worker that has lost its actor, with a sentence about it.
+        on_orphaned: told of workers that have lost their actors.
     """
 
-    def __init__(self, on_orphaned: Callable[[str, str], None]) -> None:
+    def __init__(self, on_orphaned: OnOrphaned) -> None:
         self.workers: dict[str, WorkerProcess] = {}
         self._on_orphaned = on_orphaned
         self._children: dict[int, tuple[subprocess.Popen[bytes], asyncio.Future[int]]] = {}
@@ -192,7 +194,7 @@ class Supervisor:
                     stdout=workers_output.fileno(),
                     stderr=workers_output.fileno(),
                 )
-        except OSError as error:
+        except (OSError, ValueError) as error:
             output.close()
             reports.close()
             raise WorkerFailed(f"{worker_id} cannot be started: {error}") from error
@@ -209,7 +211,7 @@ class Supervisor:
         )
 
     def _forget(self, worker: WorkerProcess) -> None:
-        if worker.orphaned:
+        if worker.orphaned is not None:
             worker.orphaned.cancel()
         if self.workers.get(worker.id) is worker:
             del self.workers[worker.id]

@@ -22,11 +22,12 @@ import pytest
 from baton.cluster import Role
 from baton.config import Config
 from deploy.embedded_redis import EmbeddedRedis
-from deploy.processes import tied
+from deploy.processes import module_command, tied
 from deploy.ray_pools.actor import POOL_LABEL
 from deploy.ray_pools.actors import ANSWER_S
 from tests.integration.cluster import Cluster, free_port, running_cluster
 from tests.integration.test_scaling import SETTINGS, has, pids, serves
+from tests.kube.release import load_on
 from tests.support.members import secret_file
 from tests.support.processes import command_line
 from tests.support.waiting import wait_until
@@ -64,15 +65,25 @@ class RayNodes:
         return {name: value for name, value in self._environment.items() if name.startswith("RAY_")}
 
     def add(
-        self, num_workers: int, ip: str = "127.0.0.1", is_head: bool = False, pool: Role | None = None
+        self,
+        num_workers: int,
+        ip: str = "127.0.0.1",
+        is_head: bool = False,
+        pool: Role | None = None,
+        *,
+        has_node_process: bool = False,
     ) -> psutil.Process:
         """Args:
         pool: whose workers alone the node takes.
+        has_node_process: which starts Ray, and has the workers.
         """
+        folder = Path(self._folder) / f"node-{len(self.nodes)}"
+        before = module_command("deploy.ray_pools.node", "--folder", str(folder), "--") if has_node_process else []
         head = ["--head", f"--port={self._address.rpartition(':')[2]}", "--include-dashboard=false", "--no-monitor"]
         node = subprocess.Popen(
             tied(
                 [
+                    *before,
                     *(str(Path(sys.executable).with_name("ray")), "start", "--block", f"--node-ip-address={ip}"),
                     *(head if is_head else [f"--address={self._address}"]),
                     *(
@@ -82,7 +93,8 @@ class RayNodes:
                     ),
                     *("--min-worker-port=0", "--max-worker-port=0", f"--temp-dir={self._folder}/{len(self.nodes)}"),
                     *([f"--labels={POOL_LABEL}={pool}"] if pool else []),
-                ]
+                ],
+                signal.SIGTERM if has_node_process else signal.SIGKILL,
             ),
             env=self._environment | (self._store if is_head else {}),
             stdout=subprocess.DEVNULL,
@@ -93,7 +105,7 @@ class RayNodes:
 
         def has_raylet() -> bool:
             assert node.poll() is None, "ray start has ended"
-            return any("raylet" in p.name() for p in psutil.Process(node.pid).children())
+            return any("raylet" in p.name() for p in psutil.Process(node.pid).children(recursive=has_node_process))
 
         wait_until(has_raylet, 60.0, every_s=0.1)
         return psutil.Process(node.pid)
@@ -170,6 +182,43 @@ def test_a_controller_waits_for_a_head_that_comes_back(monkeypatch: pytest.Monke
                 serves(cluster)
         finally:
             nodes.close()
+
+
+@pytest.mark.usefixtures("model_dir")
+def test_workers_of_a_node_process_serve_on_when_their_raylet_or_head_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node process starts Ray again; a head without a store is a new cluster, which the nodes join."""
+    nodes = RayNodes()
+    try:
+        head = nodes.add(num_workers=0, is_head=True)
+        node = nodes.add(num_workers=4, ip="127.0.0.2", has_node_process=True)
+        joins = nodes.add(num_workers=0, ip="127.0.0.3")
+        for name, value in nodes.access.items():
+            monkeypatch.setenv(name, value)
+        arguments = ("--ray-address", nodes.address, "--prefill", "1", "--decode", "2")
+        with running_cluster(*arguments, **joining(), cluster_ray_node_ip="127.0.0.3") as cluster:
+            before = cluster.wait_for(has(1, 2))
+            with load_on(cluster.grpc) as load:
+                (raylet,) = (each for each in node.children(recursive=True) if "raylet" in each.name())
+                raylet.kill()
+                num_adopted = wait_until_adopted(cluster, 3)
+                for process in (head, *head.children(recursive=True), joins, *joins.children(recursive=True)):
+                    process.kill()
+                nodes.add(num_workers=0, is_head=True)
+                nodes.add(num_workers=0, ip="127.0.0.3")
+                wait_until_adopted(cluster, num_adopted + 3)
+                cluster.client.scale("decode", 3)
+                after = cluster.wait_for(has(1, 3), 120)
+            assert load.failures == []
+            assert pids(after).items() >= pids(before).items(), "a worker was started again"
+            print(f"{load.num_served} requests, none failed")
+    finally:
+        nodes.close()
+
+
+def wait_until_adopted(cluster: Cluster, num: int) -> int:
+    """Waits until workers have been ready again so often, after their start."""
+    wait_until(lambda: cluster.log.count("is ready, pid") >= 3 + num, 150, seen=lambda: cluster.log)
+    return num
 
 
 @pytest.mark.usefixtures("model_dir")

@@ -37,7 +37,7 @@ from deploy.terminal import Terminal
 from tests.unit.deploy.operator.test_explain import TIMELINE
 from tests.unit.deploy.operator.test_tables import WORKER
 from tests.unit.deploy.operator.test_watch import STATUS
-from worker.log import written
+from worker.log import shown
 
 TITLE, CLIPBOARD, CSI = "\x1b]0;evil\x07", "\x1b]52;c;ZXZpbA==\x1b\\", "\x9b2J"
 EVIL = f"[/x][link=http://evil]a{TITLE}{CLIPBOARD}{CSI}\u202eb\u2066c\x08\r\x7f\x00\u2028:smile:"
@@ -242,11 +242,13 @@ def test_a_message_is_one_line_of_a_log(form: str, with_error: bool, tmp_path: P
     log.write_text(line + "\n")
     terminal = Screen()
     ChildLog(log, terminal).show_new()
-    passed_on = written(log, "worker-0")
+    passed_on = shown(log.read_bytes())
     node, text = tmp_path / "node.log", [*passed_on]
     with node.open("wb") as file:
-        Lines(file.fileno(), "text").relay(line.split("\n")[0].encode(), "output", "worker-0")
-        Lines(file.fileno(), "text").write(Entry("INFO", "node", FORGED + EVIL, "worker-0"))
+        lines = Lines(file.fileno(), "text")
+        lines.relay(line.split("\n")[0].encode(), "output", "worker-0")
+        lines.write(Entry("INFO", "node", FORGED + EVIL, "worker-0"))
+        lines.flush(60)
     text += node.read_text().split("\n")
     for each in [*text, *terminal.getvalue().split("\n")]:
         assert not any(map(is_command, each)), each

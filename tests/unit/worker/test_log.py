@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,14 @@ import pytest
 from baton.config import Config
 from baton.errors import WorkerFailed
 from baton.telemetry import logs
-from deploy.processes import last_line
 from deploy.ray_pools.actor import worker_environment
-from worker.log import END_BYTES, written
+from tests.support.node_process import actor, node, order, write
+from worker.log import written
 
 CRASHES = """
 import ctypes, logging, sys, threading
 from baton.telemetry import logs
 logs.configure("info", "json", "baton-decode")
-print(":actor_name:WorkerActor")
 logging.getLogger("worker").info("joins")
 print("a library speaks")
 thread = threading.Thread(target=lambda: 1 / 0)
@@ -33,16 +31,16 @@ ctypes.string_at(0)
 """
 
 
-def test_all_that_the_process_writes_is_there_up_to_its_crash(tmp_path: Path) -> None:
-    """Log lines in JSON are shown as text, and what is Ray's is not shown."""
-    file = tmp_path / "worker.err"
-    with file.open("ab") as output:
-        done = subprocess.run(
-            [sys.executable, "-c", CRASHES], stdout=output, stderr=output, env={**worker_environment(Config())}
-        )
-    assert done.returncode < 0
-    lines = written(file, "decode-0")
-    order = [
+async def test_all_that_the_process_writes_is_there_up_to_its_crash(tmp_path: Path) -> None:
+    """Log lines in JSON are shown as text."""
+    with node(tmp_path) as here:
+        async with actor(here, "decode-0") as link:
+            crashing = replace(order(CRASHES), environment=worker_environment(Config()))
+            with pytest.raises(WorkerFailed, match="decode-0 ended before it was ready: Fatal Python error: Segmentat"):
+                await link.start(crashing, "")
+            assert (await link.ended()).status < 0
+        lines = written(here.socket, "decode-0")
+    places = [
         next(number for number, line in enumerate(lines) if words in line)
         for words in (
             " INFO ",
@@ -53,20 +51,16 @@ def test_all_that_the_process_writes_is_there_up_to_its_crash(tmp_path: Path) ->
             "Fatal Python error: Segmentation fault",
         )
     ]
-    assert order == sorted(order)
-    assert lines[order[0]].endswith("worker: joins")
-    assert not any("actor_name" in line or line.startswith("{") for line in lines)
-    assert last_line(file) == "Fatal Python error: Segmentation fault"
+    assert places == sorted(places)
+    assert lines[places[0]].endswith("worker: joins")
+    assert not any(line.startswith("{") for line in lines)
 
 
-def test_of_a_long_file_the_end_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "worker.err"
-    file.write_text("é" * END_BYTES + "\n" + "".join(f"line {number}\n" for number in range(1000)))
-    assert written(file, "w") == [f"line {number}" for number in range(1000 - logs.MAX_KEPT_LINES, 1000)]
-    file.write_text("x" * END_BYTES + "\nlast")
-    assert written(file, "w") == ["last"]
-    file.write_text("x" * 10_000)
-    assert written(file, "w") == ["x" * logs.MAX_KEPT_CHARACTERS]
-    file.unlink()
-    with pytest.raises(WorkerFailed, match=r"the output of w cannot be read from .*worker\.err"):
-        written(file, "w")
+async def test_no_more_of_it_is_shown_than_somebody_reads(tmp_path: Path) -> None:
+    with node(tmp_path) as here:
+        await write(here, "w", *(f"line {number}" for number in range(1000)))
+        assert written(here.socket, "w") == [f"line {number}" for number in range(1000 - logs.MAX_KEPT_LINES, 1000)]
+        await write(here, "v", "x" * 10_000)
+        assert written(here.socket, "v") == ["x" * logs.MAX_KEPT_CHARACTERS]
+    with pytest.raises(WorkerFailed, match=r"the output of w cannot be read from .*socket"):
+        written(here.socket, "w")

@@ -112,15 +112,15 @@ async def test_a_worker_whose_pairs_cannot_be_ended_drains_and_ends(monkeypatch:
         return 0
 
     @contextlib.asynccontextmanager
-    async def running(*_: Any, output: Path | None) -> AsyncGenerator[tuple[Any, asyncio.Task[None]]]:
-        assert output == Path("written")
+    async def running(*_: Any, node: Path | None) -> AsyncGenerator[tuple[Any, asyncio.Task[None]]]:
+        assert node == Path("socket")
         ended = asyncio.create_task(asyncio.sleep(60))
         yield SimpleNamespace(member=SimpleNamespace(kv=SimpleNamespace(stuck=stuck.wait)), drain=drain), ended
         ended.cancel()
 
     monkeypatch.setattr("worker.process.running", running)
     config = Config(engine=EngineConfig(block_size=32, num_blocks=8), testing=ARITHMETIC)
-    serving = asyncio.create_task(serve(config, Role.DECODE, "d", "127.0.0.1", output=Path("written")))
+    serving = asyncio.create_task(serve(config, Role.DECODE, "d", "127.0.0.1", node=Path("socket")))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(drained.wait()), 0.5)
     stuck.set()

@@ -30,7 +30,7 @@ from deploy.controller.state import ControllerState, RoleChange, load, locked, s
 from deploy.kubernetes.node_plan import NodeLayout, NodePod
 from deploy.kubernetes.serving_pool import PoolSpec
 from deploy.ray_pools import actors as ray_actors
-from deploy.ray_pools.actors import RayActors, Started
+from deploy.ray_pools.actors import ActorLost, RayActors, Started
 from kvstore.index import CountingMirror, MemoryStore
 from kvstore.leases import MemoryLeases
 from tests.integration.cluster import free_port
@@ -47,6 +47,8 @@ class Actor:
     may_start: asyncio.Event
     pool: Role
     dead: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """Ray has lost it; the worker's process may run on."""
 
 
 class LocalActors(RayActors):
@@ -64,6 +66,19 @@ class LocalActors(RayActors):
         self.has_turn.set()
         self.may_start = asyncio.Event()
         self.may_start.set()
+        self.orphans: set[str] = set()
+        """Workers that serve without an actor."""
+        self.has_node = True
+        """Ray has the node of the orphans."""
+        self.incarnation = "a1"
+
+    def lose(self, worker_id: str) -> None:
+        """Ray has lost this worker's actor."""
+        self.orphans.add(worker_id)
+        self.alive.pop(worker_id).lost.set()
+
+    async def node_at(self, host: str) -> str | None:
+        return "a-node" if self.has_node and host == "127.0.0.1" else None
 
     async def ids(self) -> list[str]:
         return list(self.alive)
@@ -74,8 +89,11 @@ class LocalActors(RayActors):
     async def pools(self, worker_ids: Collection[str]) -> dict[str, Role]:
         return {worker_id: self.alive[worker_id].pool for worker_id in worker_ids}
 
-    async def create(self, worker_id: str, role: Role, pool: Role) -> Actor:
-        self.num_created += 1
+    async def create(self, worker_id: str, role: Role, pool: Role, node_id: str = "") -> Actor:
+        if node_id and worker_id not in self.orphans:
+            raise WorkerFailed("no such worker runs there")
+        self.orphans.discard(worker_id)
+        self.num_created += not node_id
         self.alive[worker_id] = Actor(self.may_start, pool)
         return self.alive[worker_id]
 
@@ -91,12 +109,21 @@ class LocalActors(RayActors):
         await self.has_turn.wait()
 
     async def start(self, actor: Actor) -> Started:
-        await actor.may_start.wait()
-        return Started(1, self.address, self.pod, "a1")
+        await self._unless_lost(actor, actor.may_start)
+        return Started(1, self.address, self.pod, self.incarnation)
 
     async def ended(self, actor: Actor) -> None:
-        await actor.dead.wait()
+        await self._unless_lost(actor, actor.dead)
         raise WorkerFailed("it has ended")
+
+    async def _unless_lost(self, actor: Actor, event: asyncio.Event) -> None:
+        waits = [asyncio.create_task(event.wait()), asyncio.create_task(actor.lost.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_and_wait(waits)
+        if actor.lost.is_set():
+            raise ActorLost("its node has died")
 
     async def stop(self, actor: Actor, timeout_s: float) -> None:
         actor.dead.set()
@@ -123,6 +150,11 @@ class Leases(MemoryLeases):
         if self.is_away:
             raise StoreUnavailable("away")
         return await super().boot()
+
+    async def list_workers(self) -> list[Worker]:
+        if self.is_away:
+            raise StoreUnavailable("away")
+        return await super().list_workers()
 
 
 class Clock:
@@ -170,7 +202,7 @@ class Bench:
     async def renew(self) -> None:
         epochs: dict[str, int] = {}
         while True:
-            for worker_id in self.actors.alive.keys() - self.hanging:
+            for worker_id in (self.actors.alive.keys() | self.actors.orphans) - self.hanging:
                 role = self.controller.observed()[worker_id].role
                 if worker_id not in epochs or not self.store.lease(worker_id):
                     epochs[worker_id] = await self.leases.acquire(worker_id)
@@ -469,6 +501,157 @@ async def answering(actors: LocalActors) -> AsyncGenerator[None]:
         yield
     finally:
         await rpc.stop(0)
+
+
+async def test_a_worker_whose_actor_ray_has_lost_serves_on_and_is_adopted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as Ray has its node again; it counts for its pool all the time."""
+    monkeypatch.setattr(worker_life, "ADOPT_S", 0.02)
+    async with bench(tmp_path, decode=2) as it, answering(it.actors):
+        await until(lambda: num_ready(it) == 2)
+        it.actors.has_node = False
+        it.actors.lose("worker-1")
+        await asyncio.sleep(0.3)
+        assert it.actors.orphans == {"worker-1"}
+        assert num_ready(it) == 2
+        it.actors.has_node = True
+        await until(lambda: "worker-1" in it.actors.alive)
+        await asyncio.sleep(0.1)
+        assert (num_ready(it), it.actors.num_created) == (2, 2)
+        it.actors.alive["worker-1"].dead.set()
+        await until(lambda: it.actors.num_created == 3 and num_ready(it) == 2)
+    assert "worker-1 (decode) has lost its Ray actor (its node has died)" in caplog.text
+
+
+async def test_a_worker_that_has_died_with_its_actor_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not answer; or its node is back and does not run it; or a process of its name is another one."""
+    monkeypatch.setattr(worker_life, "ADOPT_S", 0.02)
+    monkeypatch.setattr(worker_life, "RESTART_BACKOFF_S", (0.0,))
+    async with bench(tmp_path) as it:
+        await until(lambda: num_ready(it) == 1)
+        it.actors.has_node = False
+        it.actors.lose("worker-0")
+        await until(lambda: it.actors.num_created == 2 and num_ready(it) == 1)
+        async with answering(it.actors):
+            it.actors.has_node = True
+            it.actors.lose("worker-0")
+            it.actors.orphans.clear()
+            await until(lambda: it.actors.num_created == 3 and num_ready(it) == 1)
+            it.actors.incarnation = "b2"
+            it.actors.lose("worker-0")
+            await until(lambda: it.actors.num_created == 4 and num_ready(it) == 1)
+
+
+async def test_a_worker_leaves_although_it_has_no_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is drained at once, and ended by its next actor."""
+    monkeypatch.setattr(worker_life, "ADOPT_S", 0.02)
+    async with bench(tmp_path, decode=2) as it, answering(it.actors):
+        await until(lambda: num_ready(it) == 2)
+        it.actors.has_node = False
+        it.actors.lose("worker-1")
+        await it.orders.scale("decode", 1)
+        await until(lambda: is_in(it, "worker-1", WorkerPhase.LEAVING))
+        await asyncio.sleep(0.1)
+        it.actors.has_node = True
+        await until(lambda: it.controller.ids == ["worker-0"] and not it.actors.orphans)
+        assert set(it.actors.alive) == {"worker-0"}
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+async def test_a_controller_finds_workers_that_ray_does_not_know_by_their_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_state: bool
+) -> None:
+    """Ray has started afresh. On Kubernetes the state file may be lost at the same time, with the controller's pod."""
+    monkeypatch.setattr(worker_life, "ADOPT_S", 0.02)
+    sizes = {Role.PREFILL: 0, Role.DECODE: 2}
+    known = {f"worker-{number}": Role.DECODE for number in range(2)}
+    state = ControllerState(desired=sizes, cluster="baton-x", roles=known, pools=known) if has_state else None
+    config = replace(CONFIG, kubernetes=KubernetesConfig(namespace="" if has_state else "serving"))
+    it = Bench(tmp_path, config, sizes, is_first=False, lease_s=60.0, state=state)
+    for worker_id in known:
+        it.actors.orphans.add(worker_id)
+        epoch = await it.leases.acquire(worker_id)
+        info = worker_info(worker_id, epoch=epoch, address=it.actors.address, incarnation="a1", pid=7)
+        await it.leases.renew(info, WorkerLoad(state=WorkerState.READY))
+    it.actors.has_node = False
+    async with answering(it.actors):
+        await it.controller.adopt()
+        try:
+            assert it.controller.pool(Role.DECODE) == PoolStatus(desired=2, ready=2)
+            assert it.controller.worker("worker-0").info.pid == 7
+            pod = NodePod(name="a-pod", deployment="decode", address="127.0.0.1")
+            it.controller.see_pods(NodeLayout({Role.PREFILL: "prefill", Role.DECODE: "decode"}), [pod])
+            assert {worker.pod for worker in it.controller.placed_workers()} == {"a-pod"}, "it must not be deleted"
+            it.actors.has_node = True
+            await until(lambda: set(it.actors.alive) == set(known))
+            assert it.actors.num_created == 0
+        finally:
+            await it.controller.let_go()
+
+
+async def test_redis_that_has_lost_its_data_with_ray_gets_leases_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that is away is waited for: otherwise workers that serve would be started again."""
+    monkeypatch.setattr(worker_life, "ADOPT_S", 0.02)
+    known = {"worker-0": Role.DECODE}
+    sizes = {Role.PREFILL: 0, Role.DECODE: 1}
+    state = ControllerState(desired=sizes, cluster="baton-x", roles=known, pools=known)
+    it = Bench(tmp_path, replace(CONFIG, index=IndexConfig(lease_s=5.0)), sizes, False, lease_s=60.0, state=state)
+    it.actors.orphans.add("worker-0")
+
+    async def renew() -> None:
+        it.leases.is_away = True
+        await asyncio.sleep(0.2)
+        it.leases.is_away = False
+        await asyncio.sleep(0.2)
+        info = worker_info("worker-0", epoch=await it.leases.acquire("worker-0"), address=it.actors.address)
+        await it.leases.renew(replace(info, incarnation="a1"), WorkerLoad(state=WorkerState.READY))
+
+    async with answering(it.actors):
+        renewing = asyncio.create_task(renew())
+        await it.controller.adopt()
+        await renewing
+        try:
+            assert it.controller.pool(Role.DECODE) == PoolStatus(desired=1, ready=1)
+            await until(lambda: set(it.actors.alive) == {"worker-0"})
+            assert it.actors.num_created == 0
+        finally:
+            await it.controller.let_go()
+
+
+async def test_an_actor_that_is_lost_while_a_controller_takes_over_costs_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head with a store knows the actors of a node that is gone for some seconds."""
+    monkeypatch.setattr(worker_life, "ADOPT_S", 0.02)
+    monkeypatch.setattr(worker_life, "ADOPTION_S", 0.1)
+    it = Bench(tmp_path, CONFIG, {Role.PREFILL: 0, Role.DECODE: 1}, is_first=False, lease_s=60.0)
+    lost = await it.actors.create("worker-0", Role.DECODE, Role.DECODE)
+    lost.may_start = asyncio.Event()
+    info = worker_info("worker-0", epoch=await it.leases.acquire("worker-0"), address=it.actors.address)
+    await it.leases.renew(replace(info, incarnation="a1"), WorkerLoad(state=WorkerState.READY))
+    async with answering(it.actors):
+        await it.controller.adopt()
+        try:
+            it.actors.lose("worker-0")
+            await until(lambda: set(it.actors.alive) == {"worker-0"} and num_ready(it) == 1)
+            assert it.actors.num_created == 1
+        finally:
+            await it.controller.let_go()
+
+
+async def test_elsewhere_a_lease_alone_makes_no_worker_of_this_cluster(tmp_path: Path) -> None:
+    """In a Ray cluster that is joined it may be that of a cluster that has ended."""
+    it = Bench(tmp_path, CONFIG, {Role.PREFILL: 0, Role.DECODE: 1}, is_first=False, lease_s=60.0)
+    info = worker_info("worker-7", epoch=await it.leases.acquire("worker-7"), address=it.actors.address)
+    await it.leases.renew(info, WorkerLoad(state=WorkerState.READY))
+    await it.controller.adopt()
+    assert it.controller.ids == []
+    await it.controller.let_go()
 
 
 async def test_a_worker_that_hangs_is_started_again_after_two_leases(

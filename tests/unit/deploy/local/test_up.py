@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +29,9 @@ from deploy.local.ray_cluster import RayCluster, rays_folder
 from deploy.processes import FENCED, UNJOINED
 from deploy.ray_pools import actor as actors
 from deploy.ray_pools.actors import RayActors
+from deploy.ray_pools.node import SOCKET
 from tests.integration.cluster import free_port
+from tests.support.node_process import REPORT, Alone, let_go, node
 
 
 def child(folder: Path, code: str, *, awaits_line: bool = False) -> Child:
@@ -210,17 +212,17 @@ async def test_a_setting_of_another_release_is_a_sentence_and_not_the_actors_end
         await actor.start()
 
 
-REPORT = '{"address": "127.0.0.1:1"}'
-
-
-async def test_a_worker_whose_name_another_process_has_says_so() -> None:
-    class Fenced(actors.WorkerActor):
-        def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
-            code = f"import os; os.write({ready_fd}, b'{REPORT}\\n'); os._exit({FENCED})"
-            return subprocess.Popen([sys.executable, "-c", code], pass_fds=[ready_fd])
-
-    with pytest.raises(WorkerFailed, match="another process has the name worker-0: does another cluster use this Red"):
-        await Fenced("decode", "worker-0", "", Config().to_json(), pool="decode").ended()
+async def test_a_worker_whose_name_another_process_has_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = f"import os, sys; os.write(int(sys.argv[-1]), b'{json.dumps(REPORT)}\\n'); os._exit({FENCED})"
+    monkeypatch.setattr(actors, "module_command", lambda *_: [sys.executable, "-c", code])
+    with node(tmp_path) as here:
+        monkeypatch.setenv(SOCKET, str(here.socket))
+        fenced = Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode")
+        with pytest.raises(
+            WorkerFailed, match="another process has the name worker-0: does another cluster use this R"
+        ):
+            await fenced.ended()
+        await let_go(fenced)
 
 
 def test_a_start_that_takes_too_long_does_not_show_redis_password() -> None:

@@ -9,27 +9,23 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from baton.cluster import Role
 from baton.config import ClusterConfig, Config, IndexConfig, TelemetryConfig, TestingConfig, process_config
 from baton.errors import ConfigError, WorkerFailed
 from baton.trust import KeyFile, Principal, draw_secret, write_private
+from deploy.processes import module_command
 from deploy.ray_pools import actor, turns
-from deploy.ray_pools.actor import WorkerActor, own_redis_url, own_secret
+from deploy.ray_pools.actor import own_redis_url, own_secret
 from deploy.ray_pools.node import SOCKET
-from tests.support.waiting import wait_until
-from tests.unit.deploy.ray_pools.test_node import PATIENT_S, node
+from deploy.ray_pools.node_link import WorkerEnd
+from tests.support.node_process import PATIENT_S, Alone, let_go, node
 from worker.log import written
-
-
-class Alone(WorkerActor):
-    """It has the whole node."""
-
-    def _share(self, config: Config) -> float:
-        return 1.0
 
 
 async def test_why_a_worker_does_not_start_is_in_its_container_s_log(
@@ -53,9 +49,8 @@ async def test_why_a_worker_does_not_start_is_in_its_container_s_log(
             await worker.start()
         with pytest.raises(ConfigError):
             await worker.ended()
-        assert worker._ended is not None
-        await worker._ended
-        here.wait_for("no worker")
+        await here.wait_for("no worker")
+        await let_go(worker)
         lines = [json.loads(line) for line in here.end().splitlines()]
     of_worker = [line["message"] for line in lines if line.get("worker") == "worker-0"]
     assert of_worker[0] == "worker-0 starts: it is a decode worker"
@@ -86,54 +81,75 @@ def test_a_worker_has_the_keys_of_its_own_node() -> None:
 async def test_a_worker_that_dies_at_its_start_leaves_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray's file for the output of the actor takes the worker's as well."""
-    log, found = tmp_path / "worker.err", os.path.realpath
-    monkeypatch.setattr(os.path, "realpath", lambda path: str(log) if path == "/proc/self/fd/2" else found(path))
-    monkeypatch.setattr(actor, "module_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
-    log.write_text("Traceback (most recent call last):\nIllegalInstruction: amx\n")
-    with pytest.raises(WorkerFailed) as error:
-        await Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode").start()
-    assert str(error.value) == f"worker-0 ended before it was ready: IllegalInstruction: amx; its log: {log}"
-    log.unlink()
-    with pytest.raises(WorkerFailed, match="worker-0 ended before it was ready; its log says why"):
-        await Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode").start()
+    """Where the node process writes to a file, that is named."""
+    code = "import sys; print('Traceback (most recent call last):'); sys.exit('IllegalInstruction: amx')"
+    monkeypatch.setattr(actor, "module_command", lambda *_: [sys.executable, "-c", code])
+    with node(tmp_path) as here:
+        monkeypatch.setenv(SOCKET, str(here.socket))
+        worker = Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode")
+        with pytest.raises(WorkerFailed) as error:
+            await worker.start()
+        assert str(error.value) == "worker-0 ended before it was ready: IllegalInstruction: amx"
+        await let_go(worker)
+    log = str(tmp_path / "workers.log")
+    assert WorkerEnd(1, "of memory", log).last_words == f": of memory; its log: {log}"
+    assert WorkerEnd(0, "", log).in_words == "ended with status 0"
 
 
-async def test_a_worker_knows_what_takes_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The socket of its node's first process, else the file that Ray has for its actor; both streams go there."""
-    log, found, commands = tmp_path / "worker.err", os.path.realpath, list[tuple[str, ...]]()
-    log.touch()
-    code = "import os; os.write(1, b'out\\n'); os.write(2, b'err\\n'); raise SystemExit(3)"
+async def test_a_worker_knows_its_node_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has its output, of both streams."""
+    code = "import os, sys; os.write(1, b'out\\n'); os.write(2, b'err\\n'); print(sys.argv[1:]); raise SystemExit(3)"
 
     def command(*arguments: str) -> list[str]:
-        commands.append(arguments)
-        return [sys.executable, "-c", code]
+        return [sys.executable, "-c", code, *arguments]
 
-    monkeypatch.setattr(os.path, "realpath", lambda path: str(log) if path == "/proc/self/fd/2" else found(path))
     monkeypatch.setattr(actor, "module_command", command)
-    with log.open("a") as file:
-        saved = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            alone = Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode")
-            with pytest.raises(WorkerFailed):
-                await alone.start()
-            assert alone._ended is not None
-            assert await alone._ended == 3
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-    assert commands[-1][-2:] == ("--output", str(log))
-    assert written(log, "worker-0") == ["out", "err"]
     with node(tmp_path) as here:
-        monkeypatch.setenv(SOCKET, str(here.folder / "socket"))
+        monkeypatch.setenv(SOCKET, str(here.socket))
         worker = Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode")
         with pytest.raises(WorkerFailed):
             await worker.start()
-        assert worker._ended is not None
-        assert await worker._ended == 3
-        wait_until(lambda: written(here.folder / "socket", "worker-0") == ["out", "err"], PATIENT_S)
-        assert commands[-1][-2:] == ("--output", str(here.folder / "socket"))
+        *streams, arguments = written(here.socket, "worker-0")
+        await let_go(worker)
+    assert streams == ["out", "err"]
+    assert arguments.startswith(
+        f"['worker', 'decode', 'worker-0', '127.0.0.1', '--node', '{here.socket}', '--ready-fd'"
+    )
+
+
+async def test_without_a_node_process_an_actor_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with the actor, and nothing can adopt its worker later."""
+    monkeypatch.delenv(SOCKET, raising=False)
+    report = {"pid": 1, "address": "127.0.0.1:1", "incarnation": "a1"}
+    code = f"import os, sys, time; os.write(int(sys.argv[-1]), b'{json.dumps(report)}\\n'); time.sleep(600)"
+    found = module_command
+
+    def command(module: str, *arguments: str) -> list[str]:
+        return [sys.executable, "-c", code] if module == "worker" else found(module, *arguments)
+
+    monkeypatch.setattr(actor, "module_command", command)
+    worker = Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode")
+    assert await worker.start() == report | {"pod": ""}
+    assert worker._own is not None
+    (process,) = psutil.Process(worker._own.pid).children()
+    await worker.kill()
+    assert not process.is_running()
+    with pytest.raises(WorkerFailed, match="worker-0 was killed by SIGKILL"):
+        await worker.ended()
+    worker._own.terminate()  # as the actor's end does
+    assert worker._own.wait(PATIENT_S) == 0
+    await let_go(worker)
+    again = Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode", adopts=True)
+    with pytest.raises(WorkerFailed, match="worker-0 has ended with its actor: its Ray node has no node process"):
+        await again.start()
+
+
+@pytest.fixture
+def a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whose process the actors of the test find."""
+    with node(tmp_path) as here:
+        monkeypatch.setenv(SOCKET, str(here.socket))
+        yield
 
 
 def on_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> list[Alone]:
@@ -149,9 +165,11 @@ async def begin(*workers: Alone) -> None:
     for each in workers:
         with pytest.raises(WorkerFailed):
             await each.start()
+    await let_go(*workers)
     await asyncio.sleep(0.01)
 
 
+@pytest.mark.usefixtures("a_node")
 async def test_on_a_node_as_many_workers_as_allowed_load_their_models_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +186,7 @@ async def test_on_a_node_as_many_workers_as_allowed_load_their_models_at_a_time(
     await begin(*workers[1:])
 
 
+@pytest.mark.usefixtures("a_node")
 async def test_a_worker_that_starts_without_its_turn_takes_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +201,7 @@ async def test_a_worker_that_starts_without_its_turn_takes_none(
     await begin(last)
 
 
+@pytest.mark.usefixtures("a_node")
 async def test_the_folders_of_nodes_that_are_gone_do_not_stay_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

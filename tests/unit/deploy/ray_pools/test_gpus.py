@@ -13,7 +13,7 @@ from baton.cluster import Role
 from baton.config import ClusterConfig, Config, EngineConfig, KubernetesConfig, PoolConfig, PoolsConfig
 from baton.errors import ConfigError
 from deploy.ray_pools.actors import node_gpus
-from deploy.ray_pools.gpus import UNITS, NodeGpus, gpus_per_worker, kept_gpus, memory_share, num_placed
+from deploy.ray_pools.gpus import UNITS, NodeGpus, free_gpus, gpus_per_worker, kept_gpus, memory_share, num_placed
 
 P, D = Role.PREFILL, Role.DECODE
 MUCH = 256
@@ -183,3 +183,23 @@ def test_a_node_is_read_as_ray_describes_it() -> None:
     described = {"Resources": {"GPU": 2.0, "baton_worker": 4.0, "CPU": 8.0}, "Labels": {"baton.dev/pool": "decode"}}
     assert node_gpus(described) == node(2, 4, D)
     assert node_gpus({"Resources": {"CPU": 8.0}, "Labels": {"baton.dev/pool": "spare"}}) == node(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("assigned", "share", "in_use", "known", "expected"),
+    [
+        (["0"], 1.0, {}, [], ["0"]),
+        (["0"], 1.0, {"0": 1.0}, ["0"], None),
+        (["0"], 1.0, {"0": 1.0}, ["0", "1"], ["1"]),  # Ray has assigned 1 to the actor of the worker that uses 0
+        (["1", "2"], 1.0, {"1": 1.0, "3": 1.0}, ["0", "1", "3"], ["2", "0"]),
+        (["1", "2"], 1.0, {"1": 1.0, "0": 1.0}, ["0", "1"], None),
+        (["0"], 0.3333, {"0": 0.6666}, ["0"], ["0"]),
+        (["0"], 0.5, {"0": 0.6666}, ["0", "1"], ["1"]),
+        (["0"], 0.5, {"0": 0.5, "1": 1.0}, ["0", "1"], ["0"]),
+        ([], 0.0, {"0": 1.0}, ["0"], []),
+    ],
+)
+def test_gpus_that_running_workers_use_are_replaced_by_free_ones(
+    assigned: list[str], share: float, in_use: dict[str, float], known: list[str], expected: list[str] | None
+) -> None:
+    assert free_gpus(assigned, share, in_use, known) == expected

@@ -2,100 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from baton.errors import WorkerFailed
 from baton.rpc import RpcServer, channel
-from deploy.ray_pools.node import IDLE_S, MAX_KEPT_BYTES, MAX_KEPT_IDS, MAX_KEPT_LINES, WorkersHere
-from deploy.ray_pools.node_link import NodeLink, end_in_words, why_away
-from tests.support.waiting import wait_until
+from deploy.ray_pools.node import IDLE_S, MAX_KEPT_BYTES, MAX_KEPT_IDS, MAX_KEPT_LINES, WorkersHere, end_in_words
+from deploy.ray_pools.node_link import NodeLink, why_away
+from tests.support.node_process import PATIENT_S, REPORT, SERVES, actor, is_alive, node, order, write
+from tests.support.waiting import until, wait_until
 from worker.log import _kept, written
 
-PATIENT_S = 60.0
 
-
-class Running:
-    """A node whose Ray is a shell's script: it says that it is up, and ends with status 3 when it may."""
-
-    def __init__(self, folder: Path, log_format: str) -> None:
-        self.folder, self._may_end = folder / "node", folder / "may-end"
-        self.links: list[NodeLink] = []
-        script = f"echo Ray is up; while [ ! -e {self._may_end} ]; do sleep 0.05; done; exit 3"
-        arguments = ["--folder", str(self.folder), "--log-format", log_format, "--", "sh", "-c", script]
-        command = [sys.executable, "-P", "-m", "deploy.ray_pools.node", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        wait_until(self._answers, PATIENT_S)
-
-    def _answers(self) -> bool:
-        with socket.socket(socket.AF_UNIX) as tried:
-            return tried.connect_ex(str(self.folder / "socket")) == 0
-
-    def link(self, worker_id: str) -> NodeLink:
-        """What the worker's actor has."""
-        self.links.append(NodeLink(str(self.folder / "socket"), worker_id))
-        return self.links[-1]
-
-    def shows(self, words: str, *names: str) -> bool:
-        """Whether those are the words for probes, and which of their files there are."""
-        there = {name for name in ("ready", "started") if (self.folder / name).exists()}
-        return words in (self.folder / "workers").read_text() and there == set(names)
-
-    def wait_for(self, words: str, *names: str) -> None:
-        """Waits until it shows that."""
-        wait_until(lambda: self.shows(words, *names), PATIENT_S)
-
-    def let_ray_end(self) -> None:
-        self._may_end.touch()
-
-    def end(self) -> str:
-        """Has Ray end, and returns what the node has written."""
-        self.let_ray_end()
-        out, _ = self.process.communicate(timeout=PATIENT_S)
-        assert self.process.returncode == 3, "Ray's own status"
-        return out.decode()
-
-
-@contextmanager
-def node(folder: Path, log_format: str = "json") -> Iterator[Running]:
-    """A node that does not outlive the block."""
-    running = Running(folder, log_format)
-    try:
-        yield running
-    finally:
-        running.let_ray_end()  # else the shell would outlive the node
-        running.process.kill()
-        running.process.wait()
-        assert running.process.stdout is not None
-        running.process.stdout.close()
-        for link in running.links:
-            link.close()
-
-
-def write(link: NodeLink, *lines: str) -> None:
-    """Has a worker's process write lines, the last one without an end."""
-    output = link.output()
-    assert output is not None
-    with output:
-        subprocess.run(["printf", "%s", "\n".join(lines)], stdout=output.fileno(), check=True)
-
-
-def test_what_ray_and_workers_write_comes_out_as_log_lines(tmp_path: Path) -> None:
+async def test_what_ray_and_workers_write_comes_out_as_log_lines(tmp_path: Path) -> None:
     """A line of Baton's own keeps its level and says of which worker it is; any other one becomes a log line."""
+    said = [json.dumps({"level": "WARNING", "message": "slow"}), "Traceback (most", "  deeper"]
     with node(tmp_path) as here:
-        link = here.link("decode-0")
-        link.say("starting")
-        write(link, json.dumps({"level": "WARNING", "message": "slow"}), "Traceback (most", "  deeper")
-        link.say("ended", end_in_words(-signal.SIGKILL))
-        here.wait_for("killed")
+        async with actor(here, "decode-0") as link:
+            code = f"import os; print({chr(10).join(said)!r}, flush=True); os.kill(os.getpid(), 9)"
+            with pytest.raises(WorkerFailed, match="decode-0 ended before it was ready: deeper"):
+                await link.start(order(code), "")
         lines = [json.loads(line) for line in here.end().splitlines()]
     assert ("INFO", "ray", "Ray is up") in [(line["level"], line.get("logger"), line["message"]) for line in lines]
     assert sorted((line["level"], line["message"]) for line in lines if line.get("worker") == "decode-0") == [
@@ -107,35 +39,31 @@ def test_what_ray_and_workers_write_comes_out_as_log_lines(tmp_path: Path) -> No
     ]
 
 
-def test_the_latest_lines_of_a_worker_can_be_asked_for(tmp_path: Path) -> None:
+async def test_the_latest_lines_of_a_worker_can_be_asked_for(tmp_path: Path) -> None:
     """Those of an earlier process with its id come first: they are why it is a new one."""
     with node(tmp_path, "text") as here:
-        asked = here.folder / "socket"
-        write(here.link("decode-0"), "Fatal Python error: Aborted", json.dumps({"message": "m"}))
-        write(here.link("prefill-0"), "another's")
-        write(here.link("decode-0"), "it starts again")
-        ours = ["Fatal Python error: Aborted", '{"message": "m"}', "it starts again"]
-        wait_until(lambda: written(asked, "decode-0") == ours, PATIENT_S)
+        asked = here.socket
+        await write(here, "decode-0", "Fatal Python error: Aborted", json.dumps({"message": "m"}))
+        await write(here, "prefill-0", "another's")
+        await write(here, "decode-0", "it starts again")
+        assert written(asked, "decode-0") == ["Fatal Python error: Aborted", '{"message": "m"}', "it starts again"]
         assert written(asked, "prefill-0") == ["another's"]
         assert written(asked, "decode-1") == []
-        write(here.link("decode-0"), *map(str, range(MAX_KEPT_LINES + 5)), "y" * 2 * MAX_KEPT_BYTES)
-        wait_until(lambda: written(asked, "decode-0")[-1].startswith("y"), PATIENT_S)
+        await write(here, "decode-0", *map(str, range(MAX_KEPT_LINES + 5)), "y" * 2 * MAX_KEPT_BYTES)
         lines = written(asked, "decode-0")
         assert len(_kept(asked, "decode-0").splitlines()) == MAX_KEPT_LINES
         assert (len(lines), lines[0], lines[-2]) == (MAX_KEPT_LINES, "6", str(MAX_KEPT_LINES + 4))
         for number in range(MAX_KEPT_IDS):
-            write(here.link(f"decode-{number + 2}"), "one of many")
-            wait_until(lambda number=number: written(asked, f"decode-{number + 2}") != [], PATIENT_S)  # type: ignore[misc]
+            await write(here, f"decode-{number + 2}", "one of many")
         assert written(asked, "decode-0") == [], "of so many, the one that wrote first is forgotten"
     with pytest.raises(WorkerFailed, match="the output of decode-0 cannot be read"):
         written(asked, "decode-0")
 
 
-def test_for_people_a_line_stays_as_it_is(tmp_path: Path) -> None:
+async def test_for_people_a_line_stays_as_it_is(tmp_path: Path) -> None:
     """Only the worker's id stands before it."""
     with node(tmp_path, "text") as here:
-        write(here.link("prefill-1"), "2026-11-27 20:00:00,000 INFO 7 x: ready", "y" * 100_000, "z")
-        here.wait_for("no worker")
+        await write(here, "prefill-1", "2026-11-27 20:00:00,000 INFO 7 x: ready", "y" * 100_000, "z")
         lines = here.end().splitlines()
     assert "Ray is up" in lines
     assert "[prefill-1] 2026-11-27 20:00:00,000 INFO 7 x: ready" in lines
@@ -143,24 +71,183 @@ def test_for_people_a_line_stays_as_it_is(tmp_path: Path) -> None:
     assert "[prefill-1] z" in lines
 
 
-def test_a_node_is_ready_while_every_worker_on_it_takes_traffic(tmp_path: Path) -> None:
-    """The words say which one does not, and why."""
+async def test_a_node_is_ready_while_every_worker_on_it_takes_traffic(tmp_path: Path) -> None:
+    """The words say which one does not, and why. A worker that has lost its actor serves on."""
     with node(tmp_path) as here:
-        here.wait_for("no worker is here")
-        one, other = here.link("decode-0"), here.link("prefill-0")
-        one.say("starting")
-        here.wait_for("decode-0 starts")
-        one.say("ready")
-        here.wait_for("decode-0 takes traffic", "ready", "started")
-        other.say("starting")
-        here.wait_for("decode-0 takes traffic; prefill-0 starts", "started")
-        other.say("ready")
-        here.wait_for("prefill-0 takes traffic", "ready", "started")
-        one.say("away", "it takes no new work")
-        here.wait_for("decode-0 takes no traffic: it takes no new work; prefill-0", "started")
-        one.close()  # as when its actor is killed
-        here.wait_for("prefill-0 takes traffic", "ready", "started")
-        assert "decode-0 is gone with its actor" in here.end()
+        await here.wait_for("no worker is here")
+        async with actor(here, "decode-0") as one:
+            assert await one.start(order(orphan_s=0.5), "it is a decode worker") == REPORT
+            await here.wait_for("decode-0 starts: it is a decode worker")
+            one.say("ready")
+            await here.wait_for("decode-0 takes traffic", "ready", "started")
+            async with actor(here, "prefill-0") as other:
+                await other.start(order(), "")
+                await here.wait_for("decode-0 takes traffic; prefill-0 starts", "started")
+                other.say("ready")
+                await here.wait_for("prefill-0 takes traffic", "ready", "started")
+                one.say("away", "it takes no new work")
+                await here.wait_for("decode-0 takes no traffic: it takes no new work; prefill-0", "started")
+                one.say("ready")
+                await here.wait_for("decode-0 takes traffic; prefill-0 takes traffic", "ready", "started")
+                other.send_signal(signal.SIGTERM)
+                assert (await other.ended()).status == 0
+                await here.wait_for("decode-0 takes traffic", "ready", "started")
+        await here.wait_for("no worker is here", "started")
+        lines = [json.loads(line)["message"] for line in here.end().splitlines()]
+    assert lines[-3:] == [
+        "decode-0 has lost its Ray actor; it serves on for up to 0.5 s (cluster.orphan_timeout_s) until it is adopted",
+        "decode-0 has had no Ray actor for 0.5 s: it drains and ends",
+        "decode-0 has left",
+    ]
+    assert "prefill-0 has left" in lines
+
+
+async def test_a_worker_is_adopted_by_its_next_actor(tmp_path: Path) -> None:
+    """Which gets its report, orders its end and hears of it. The former actor's end changes nothing then."""
+    with node(tmp_path) as here:
+        async with actor(here, "decode-0") as first, actor(here, "decode-0") as second:
+            await first.start(order(orphan_s=0.2), "")
+            assert await second.adopt(()) == REPORT
+            await first.close()
+            await asyncio.sleep(0.5)
+            second.send_signal(signal.SIGTERM)
+            assert (await asyncio.wait_for(second.ended(), PATIENT_S)).status == 0
+        async with actor(here, "decode-0") as third:
+            with pytest.raises(WorkerFailed, match="decode-0 does not run on this node"):
+                await third.adopt(())
+
+
+async def test_an_actor_that_no_longer_owns_its_worker_cannot_end_it(tmp_path: Path) -> None:
+    with node(tmp_path) as here:
+        async with actor(here, "decode-0") as first, actor(here, "decode-0") as second:
+            await first.start(order(), "")
+            await second.adopt(())
+            first.send_signal(signal.SIGKILL)
+            second.send_signal(signal.SIGTERM)
+            assert (await second.ended()).status == 0
+
+
+async def test_a_worker_that_is_leaving_is_not_adopted(tmp_path: Path) -> None:
+    slow = SERVES.replace("sys.exit(0)", "time.sleep(60)")
+    with node(tmp_path) as here:
+        async with actor(here, "decode-0") as first, actor(here, "decode-0") as second:
+            await first.start(order(slow), "")
+            first.send_signal(signal.SIGTERM)
+            await until(lambda: "starts" in (here.folder / "workers").read_text())
+            with pytest.raises(WorkerFailed, match="decode-0 is leaving"):
+                await second.adopt(())
+
+
+async def test_a_start_replaces_a_process_that_was_given_up(tmp_path: Path) -> None:
+    """Its controller has decided that it is dead, though it could not be told so."""
+    pids = []
+    with node(tmp_path) as here:
+        for _ in range(2):
+            link = await NodeLink.open(str(here.socket), "decode-0")
+            await link.start(order(), "")
+            children = psutil.Process(here.process.pid).children()
+            pids.append({each.pid for each in children if "-c" in each.cmdline() and "sh" not in each.cmdline()[0]})
+            await link.close()
+        (first,), (second,) = pids
+        assert first != second
+        assert not is_alive(first)
+        assert is_alive(second)
+
+
+async def test_a_start_that_is_impossible_is_an_error(tmp_path: Path) -> None:
+    with node(tmp_path) as here:
+        async with actor(here, "decode-0") as one:
+            nothing = dataclasses.replace(order(), environment={"nul": "a\0b"})
+            with pytest.raises(WorkerFailed, match="decode-0 cannot be started: embedded null byte"):
+                await one.start(nothing, "")
+
+
+async def test_gpus_of_workers_that_ray_has_forgotten_are_not_given_away(tmp_path: Path) -> None:
+    """After a restart Ray assigns the second GPU to the worker that uses the first one, and the other way round."""
+    shows = SERVES.replace("print(", "print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\nprint(")
+    with node(tmp_path, "text") as here:
+        async with actor(here, "decode-0") as zero, actor(here, "decode-1") as one:
+            await zero.start(order(shows, gpus=["0"], share=1.0), "")
+            await one.start(order(shows, gpus=["1"], share=1.0), "")
+        async with actor(here, "decode-0") as zero, actor(here, "decode-1") as one, actor(here, "decode-2") as two:
+            with pytest.raises(WorkerFailed, match="the GPUs 0 of decode-2 are in use by decode-0, decode-1, some"):
+                await two.start(order(shows, gpus=["0"], share=1.0), "")
+            await zero.adopt(["1"])
+            await one.adopt(["0"])
+            zero.send_signal(signal.SIGTERM)
+            await zero.ended()
+        async with actor(here, "decode-0") as zero:
+            await zero.start(order(shows, gpus=["1"], share=1.0), "")
+            wait_until(lambda: written(here.socket, "decode-0") == ["0", "0"])
+            assert written(here.socket, "decode-1") == ["1"]
+
+
+async def test_ray_is_started_again_while_workers_run(tmp_path: Path) -> None:
+    """What is left of the old one goes first. Without workers the node ends with its Ray."""
+    starts, may_end = tmp_path / "starts", tmp_path / "may-end"
+    script = f"sleep 600 & echo $! >> {starts}; while [ ! -e {may_end} ]; do sleep 0.05; done; rm {may_end}; exit 3"
+    with node(tmp_path, "text", script) as here:
+        async with actor(here, "decode-0") as link:
+            await link.start(order(), "")
+            here.let_ray_end()
+            await until(lambda: len(starts.read_text().split()) == 2, PATIENT_S)
+            first, second = map(int, starts.read_text().split())
+            assert not is_alive(first), "it would keep its ports"
+            link.send_signal(signal.SIGTERM)
+            await link.ended()
+        out = here.end()
+    assert "Ray has ended with status 3; decode-0 serve on; starting Ray again in 2 s" in out
+    assert not is_alive(second)
+
+
+async def test_a_ray_whose_raylet_hangs_is_killed(tmp_path: Path) -> None:
+    """The node process asks the raylet, since the kubelet would end the workers as well."""
+    rpc = RpcServer(())
+    port = rpc.bind("127.0.0.1", 0)
+    await rpc.start()
+    await rpc.set_serving(True)
+    starts, may_end = tmp_path / "starts", tmp_path / "may-end"
+    script = f"echo $$ >> {starts}; while [ ! -e {may_end} ]; do sleep 0.05; done"
+    quick = "import deploy.ray_pools.raylet as raylet; raylet.CHECK_S = 0.05; "
+    with node(tmp_path, "text", script, f"--raylet=127.0.0.1:{port}", before=quick) as here:
+        async with actor(here, "decode-0") as link:
+            await link.start(order(), "")
+            await asyncio.sleep(2.0)
+            assert len(starts.read_text().split()) == 1, "it answers"
+            await rpc.stop(0)
+            await until(lambda: len(starts.read_text().split()) > 1, PATIENT_S)
+            assert not is_alive(int(starts.read_text().split()[0]))
+
+
+async def test_a_reader_that_stalls_does_not_stop_a_node(tmp_path: Path) -> None:
+    """Only the output of workers waits for it, and their end is reported."""
+    with node(tmp_path, "text") as here:
+        async with actor(here, "decode-0") as link:
+            await link.start(order(SERVES.replace("print(", "print('y' * 3_000_000)\nprint(", 1)), "")
+            async with actor(here, "decode-1") as other:
+                await other.start(order(), "")
+                other.send_signal(signal.SIGTERM)
+                assert (await asyncio.wait_for(other.ended(), PATIENT_S)).status == 0
+        here.process.kill()
+
+
+async def test_no_worker_outlives_its_node(tmp_path: Path) -> None:
+    """Whether it is told to end, or killed."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with node(tmp_path) as here:
+            async with actor(here, "decode-0") as link:
+                await link.start(order(), "")
+                children = {each.pid for each in psutil.Process(here.process.pid).children()}
+                here.process.send_signal(number)
+                here.process.wait(PATIENT_S)
+                if number == signal.SIGTERM:
+                    assert (await link.ended()).status == -signal.SIGKILL
+                else:
+                    with pytest.raises(WorkerFailed, match="the node process has ended, and its workers with it"):
+                        await link.ended()
+            here.let_ray_end()
+            wait_until(lambda: not any(map(is_alive, children)), PATIENT_S)  # noqa: B023
+        (tmp_path / "may-end").unlink()
 
 
 def test_a_node_without_a_worker_has_nothing_to_wait_for() -> None:
@@ -208,10 +295,3 @@ async def test_health_says_whether_a_worker_takes_new_work() -> None:
         assert await why_away(link) == "it takes no new work"
         await rpc.stop(0)
         assert await why_away(link) == "it does not answer (UNAVAILABLE)"
-
-
-def test_elsewhere_nothing_is_said() -> None:
-    """On a laptop there is no such process, and a worker writes where its actor does."""
-    link = NodeLink.of({}, "decode-0")
-    link.say("ready")
-    assert link.output() is None

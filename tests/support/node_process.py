@@ -1,0 +1,140 @@
+"""A node process whose Ray is a shell's script, what a worker's actor has of it, and actors without Ray."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.errors import WorkerFailed
+from deploy.ray_pools.actor import RESOURCE, WorkerActor
+from deploy.ray_pools.node_link import NodeLink
+from deploy.ray_pools.supervisor import StartOrder
+from tests.support.waiting import until, wait_until
+
+PATIENT_S = 60.0
+REPORT = {"pid": 1, "address": "127.0.0.1:1", "incarnation": "a1"}
+SERVES = f"""
+import json, os, signal, sys, time
+report = os.fdopen(int(sys.argv[sys.argv.index("--ready-fd") + 1]), "w")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print(json.dumps({REPORT!r}), file=report, flush=True)
+while True: time.sleep(1)
+"""
+"""A worker that is ready at once, and leaves when it is told to."""
+
+
+class Running:
+    """A node whose Ray is a shell's script: it says that it is up, and ends with status 3 when it may."""
+
+    def __init__(self, folder: Path, log_format: str, script: str, *options: str, before: str = "") -> None:
+        self.folder, self._may_end = folder / "node", folder / "may-end"
+        script = script or f"echo Ray is up; while [ ! -e {self._may_end} ]; do sleep 0.05; done; exit 3"
+        arguments = ["--folder", str(self.folder), "--log-format", log_format, *options, "--", "sh", "-c", script]
+        code = f"{before}from deploy.ray_pools.node import main; main()"
+        command = [sys.executable, "-P", "-c", code, *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        wait_until(self._answers, PATIENT_S)
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as tried:
+            return tried.connect_ex(str(self.socket)) == 0
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "socket"
+
+    def shows(self, words: str, *names: str) -> bool:
+        """Whether those are the words for probes, and which of their files there are."""
+        there = {name for name in ("ready", "started") if (self.folder / name).exists()}
+        return words in (self.folder / "workers").read_text() and there == set(names)
+
+    async def wait_for(self, words: str, *names: str) -> None:
+        """Waits until it shows that."""
+        await until(lambda: self.shows(words, *names), PATIENT_S)
+
+    def let_ray_end(self) -> None:
+        self._may_end.touch()
+
+    def end(self) -> str:
+        """Has Ray end, and returns what the node has written."""
+        self.let_ray_end()
+        out, _ = self.process.communicate(timeout=PATIENT_S)
+        assert self.process.returncode == 3, "Ray's own status"
+        return out.decode()
+
+
+@contextmanager
+def node(
+    folder: Path, log_format: str = "json", script: str = "", *options: str, before: str = ""
+) -> Iterator[Running]:
+    """A node that does not outlive the block.
+
+    Args:
+        script: what the shell that is its Ray runs instead.
+        before: Python code that the node process runs first.
+    """
+    running = Running(folder, log_format, script, *options, before=before)
+    try:
+        yield running
+    finally:
+        running.let_ray_end()  # else the shell would outlive the node
+        running.process.kill()
+        running.process.wait()
+        assert running.process.stdout is not None
+        running.process.stdout.close()
+
+
+def order(code: str = SERVES, *, gpus: Sequence[str] = (), share: float = 0.0, orphan_s: float = 60.0) -> StartOrder:
+    """What an actor orders: a worker of this Python code."""
+    return StartOrder(
+        command=[sys.executable, "-c", code],
+        environment={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+        gpus=gpus,
+        gpu_share=share,
+        orphan_timeout_s=orphan_s,
+    )
+
+
+@asynccontextmanager
+async def actor(here: Running, worker_id: str) -> AsyncGenerator[NodeLink]:
+    """What a worker's actor has. It is gone at the end of the block."""
+    link = await NodeLink.open(str(here.socket), worker_id)
+    try:
+        yield link
+    finally:
+        await link.close()
+
+
+async def write(here: Running, worker_id: str, *lines: str) -> None:
+    """Has a worker's process write lines, the last one without an end, and end."""
+    async with actor(here, worker_id) as link:
+        code = f"import sys; sys.stdout.write({chr(10).join(lines)!r})"
+        with pytest.raises(WorkerFailed, match="ended before it was ready"):
+            await link.start(order(code), "it writes")
+        await link.ended()
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+class Alone(WorkerActor):
+    """It has no GPU."""
+
+    def _assigned(self) -> Mapping[str, float]:
+        return {RESOURCE: 1.0}
+
+
+async def let_go(*workers: WorkerActor) -> None:
+    """The actors end."""
+    for each in workers:
+        if each._node is not None:
+            await each._node.close()
