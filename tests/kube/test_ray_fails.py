@@ -53,6 +53,23 @@ def test_workers_outlive_a_raylet_that_kuberay_would_have_started(tmp_path: Path
         live_through(release, loses_a_raylet, stops_a_raylet)
 
 
+def test_workers_that_ray_leaves_alone_for_too_long_come_back_with_it(tmp_path: Path, model_dir: Path) -> None:
+    """They end by themselves, so that nothing is left that nobody knows. Then containers restart until Ray is back."""
+    settings = (*THREE_WORKERS, "--set=ray.store.enabled=false", "--set=config.cluster.orphan_timeout_s=10")
+    with kube_cluster(4, tmp_path, model_dir.parents[1], *settings) as release:
+        release.install()
+        scale = ("scale", "deployment/baton-head", "-n", NAMESPACE)
+        release.kubectl(*scale, "--replicas=0")
+        release.wait_for(lambda: not release.baton_status()["workers"])
+        for pod in release.node_pods():
+            text = release.machine.logs(pod["metadata"]["name"], "worker")
+            assert "has had no Ray actor for 10 s: it drains and ends" in text
+        release.kubectl(*scale, "--replicas=1")
+        for role, size in (("prefill", 1), ("decode", 2)):
+            release.wait_for_pool(role, size)
+        assert json.loads(release.baton("generate", "Hello", "--max-tokens", "3", "--json"))["usage"]
+
+
 def starts_ray_as_kuberay_does(release: Release) -> None:
     """Decode pods get the command of the chart's RayCluster, and Ray's command in the variable that KubeRay sets."""
     command = container_of(pod_of(render(MATRIX["kuberay"]), "decode"))["command"]
