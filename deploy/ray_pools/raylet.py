@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import os
 
+from baton.addresses import address_of
+
 CHECK_S = 10.0
 """Interval between checks."""
 TIMEOUT_S = 5.0
@@ -17,8 +19,10 @@ async def until_silent(address: str) -> None:
     """Return when the raylet has not answered `MAX_FAILURES` checks in a row.
 
     Args:
-        address: host:port of its gRPC server.
+        address: host:port of its gRPC server; the host may be an IPv6 address without brackets.
     """
+    host, _, port = address.rpartition(":")
+    address = address_of(host, int(port))
     num_failures = 0
     while num_failures < MAX_FAILURES:
         await asyncio.sleep(CHECK_S)

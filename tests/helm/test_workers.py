@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from deploy.ray_pools.node import main as node_main
-from tests.helm.chart import MATRIX, Object, Pod, Values, of_kind, pod_of, pods, render, the
+from tests.helm.chart import MAJORS, MATRIX, Object, Pod, Values, of_kind, pod_of, pods, render, the
 from tests.helm.test_config import loaded
 
 IN_PLACE = Values(sets=("worker.updateStrategy=inPlace", "config.cluster.start_timeout_s=901"))
 KINDS = {"deployments": MATRIX["defaults"], "kuberay": MATRIX["kuberay"], "shared": MATRIX["gpu-node-deployments"]}
+every_major = pytest.mark.parametrize("major", MAJORS)
 every_kind = pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
 
 
-def worker_pods(values: Values) -> list[Pod]:
+def worker_pods(values: Values, major: int = 4) -> list[Pod]:
     """The kinds of pods of workers."""
-    return [pod for pod in pods(render(values)) if pod.component in ("prefill", "decode", "worker")]
+    return [pod for pod in pods(render(values, major)) if pod.component in ("prefill", "decode", "worker")]
 
 
 def container_of(pod: Pod) -> Object:
@@ -26,6 +30,13 @@ def container_of(pod: Pod) -> Object:
     found: list[Object] = [each for each in pod.spec["containers"] if each["name"] == "worker"]
     assert len(found) == 1
     return found[0]
+
+
+def raycluster(values: Values, major: int) -> Object:
+    """The specification of KubeRay's object."""
+    (found,) = of_kind(render(values, major), "RayCluster")
+    spec: Object = found["spec"]
+    return spec
 
 
 def script(probe: Object) -> str:
@@ -42,7 +53,7 @@ def test_what_workers_write_goes_through_their_container_s_first_process(values:
         command = container_of(pod)["command"]
         at = command.index("--")
         assert command[:4] == ["python", "-P", "-m", node_main.__module__]
-        assert command[4:at] == ["--folder=/var/tmp/node", "--log-format=json"]
+        assert command[4:at] == ["--folder=/var/tmp/node", "--raylet=$(POD_IP):6380", "--log-format=json"]
         if values == MATRIX["kuberay"]:
             assert pod.template["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
             assert command[at + 1 : -1] == ["sh", "-c"]
@@ -80,18 +91,60 @@ def test_the_start_of_a_pod_lasts_as_long_as_that_of_its_worker(tmp_path: Path) 
     assert start_s + 60 <= startup["periodSeconds"] * startup["failureThreshold"] <= start_s + 130
 
 
+@every_major
 @every_kind
-def test_the_raylet_itself_is_asked_whether_a_node_lives(values: Values) -> None:
-    """At its own port, which answers health checks of gRPC; the kubelet speaks no TLS with it."""
-    found = [(pod, container_of(pod)) for pod in worker_pods(values)]
-    controller = pod_of(render(values), "controller")
-    found += [(controller, next(each for each in controller.spec["containers"] if each["name"] == "ray"))]
-    for _, container in found:
-        assert container["livenessProbe"]["grpc"] == {"port": 6380}
+def test_a_worker_s_pod_lives_while_its_first_process_does(values: Values, major: int) -> None:
+    """The kubelet does not ask the raylet, without which workers serve on. The first process asks it, at its port."""
+    for pod in worker_pods(values, major):
+        container = container_of(pod)
+        command = container["command"]
+        assert script(container["livenessProbe"]) == "find /var/tmp/node -name alive -mmin -1 | grep -q ."
+        assert "--folder=/var/tmp/node" in command
+        (asked,) = (word.partition("=")[2] for word in command[: command.index("--")] if word.startswith("--raylet="))
+        assert asked == "$(POD_IP):6380"
+        assert any(variable["name"] == "POD_IP" for variable in container["env"])
         assert {"name": "raylet", "containerPort": 6380} in container["ports"]
-    sealed = render(Values(sets=("worker.extraEnv[0].name=RAY_USE_TLS", "worker.extraEnv[0].value=1")))
-    probe = container_of(pod_of(sealed, "decode"))["livenessProbe"]
-    assert (probe.get("tcpSocket"), probe.get("grpc")) == ({"port": 6380}, None)
+        if values == MATRIX["kuberay"]:
+            (group,) = (g for g in raycluster(values, major)["workerGroupSpecs"] if g["groupName"] == pod.component)
+            assert group["rayStartParams"]["node-manager-port"] == "6380"
+        else:
+            assert "--node-manager-port=6380" in command
+
+
+def test_the_probe_of_a_pod_s_life_notices_a_first_process_that_stands_still(tmp_path: Path) -> None:
+    """It writes a file every second."""
+    alive = tmp_path / "alive"
+    command = script(container_of(pod_of(render(), "decode"))["livenessProbe"]).replace("/var/tmp/node", str(tmp_path))
+
+    def lives() -> bool:
+        return subprocess.run(["sh", "-c", command], check=False).returncode == 0
+
+    assert not lives()
+    alive.touch()
+    assert lives()
+    os.utime(alive, (time.time() - 50,) * 2)
+    assert lives()
+    os.utime(alive, (time.time() - 70,) * 2)
+    assert not lives()
+
+
+@every_major
+@every_kind
+def test_the_raylet_of_a_node_without_workers_is_asked_by_the_kubelet(values: Values, major: int) -> None:
+    """At its own port, which answers health checks of gRPC; the kubelet speaks no TLS with it."""
+
+    def probed(objects: tuple[Object, ...]) -> Object:
+        found: list[Object] = [
+            each for each in pod_of(objects, "controller").spec["containers"] if each["name"] == "ray"
+        ]
+        assert {"name": "raylet", "containerPort": 6380} in found[0]["ports"]
+        return found[0]
+
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert probed(render(values, major))[name]["grpc"] == {"port": 6380}
+        sealed = ("controller.extraEnv[0].name=RAY_USE_TLS", "controller.extraEnv[0].value=1")
+        probe = probed(render(values._replace(sets=(*values.sets, *sealed)), major))[name]
+        assert (probe.get("tcpSocket"), probe.get("grpc")) == ({"port": 6380}, None)
 
 
 @pytest.mark.parametrize(

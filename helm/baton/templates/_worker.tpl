@@ -66,7 +66,7 @@ spec:
       ports: # with the machine's network it keeps a second Ray node from that machine
         - name: raylet
           containerPort: 6380
-      {{- include "baton.workerProbes" (list $pool.extraEnv $root) | nindent 6 }}
+      {{- include "baton.workerProbes" $root | nindent 6 }}
       lifecycle:
         preStop:
           exec:
@@ -149,13 +149,15 @@ spec:
 - --disable-usage-stats
 {{- end }}
 
-{{/* The first process of a worker's container: workers' output goes through it to `kubectl logs`, and it knows what they do. */}}
+{{/* The first process of a worker's container. It runs the workers and Ray: workers serve on when Ray fails, and it restarts
+     Ray. Their output goes through it to `kubectl logs`. */}}
 {{- define "baton.nodeProcess" -}}
 - python
 - -P
 - -m
 - deploy.ray_pools.node
 - --folder=/var/tmp/node
+- --raylet=$(POD_IP):6380
 - --log-format={{ dig "telemetry" "log_format" "text" .Values.config }}
 - --
 {{- end }}
@@ -191,20 +193,21 @@ livenessProbe:
 {{- end }}
 
 {{/* Started: a worker here has loaded its model, or none has come for a minute. Ready: every worker here takes traffic,
-     and there is one; the event of a failure says what they do. (list extraEnv root) */}}
+     and there is one; the event of a failure says what they do. Alive: the first process is. The raylet is not asked,
+     because the kubelet would end workers that serve on without it; the first process watches it. */}}
 {{- define "baton.workerProbes" -}}
 startupProbe:
   exec: {command: [sh, -c, cat /var/tmp/node/workers; test -e /var/tmp/node/started]}
   periodSeconds: 2
   timeoutSeconds: 3
-  failureThreshold: {{ div (add (ceil (index . 1).Values.config.cluster.start_timeout_s | int) 120) 2 }}
+  failureThreshold: {{ div (add (ceil .Values.config.cluster.start_timeout_s | int) 120) 2 }}
 readinessProbe:
   exec: {command: [sh, -c, cat /var/tmp/node/workers; test -e /var/tmp/node/ready]}
   periodSeconds: 3
   timeoutSeconds: 3
   failureThreshold: 2
 livenessProbe:
-  {{ include "baton.rayletProbe" (index . 0) }}
+  exec: {command: [sh, -c, find /var/tmp/node -name alive -mmin -1 | grep -q .]}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
