@@ -463,8 +463,10 @@ async def _keep_ray(command: Sequence[str], node: Node, stop: Stop, raylet: str)
             return status
         num_failures = 0 if time.monotonic() - began_s > STABLE_S else num_failures + 1
         wait_s = RESTART_S[min(num_failures, len(RESTART_S) - 1)]
-        serving = ", ".join(sorted(node.supervisor.workers))
-        node.say(f"Ray has ended with status {status}; {serving} serve on; starting Ray again in {wait_s:g} s")
+        names = ", ".join(sorted(node.supervisor.workers))
+        node.say(
+            f"Ray has ended with status {status}, and these workers run on: {names}; it starts again in {wait_s:g} s"
+        )
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.asked.wait(), wait_s)
             return status

@@ -24,7 +24,7 @@ from deploy.processes import tied
 from deploy.ray_pools.gpus import free_gpus
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""Environment variable by which Ray tells an actor its GPUs, and CUDA a process."""
+"""Environment variable with the GPUs that a process may use. Ray sets it for an actor."""
 OnOrphaned = Callable[[str, str], None]
 """Callback with a worker that has lost its actor, and a predicate that says so."""
 
@@ -77,7 +77,7 @@ class Supervisor:
     """All worker processes of this node, by worker id. Use it from one event loop, in the process's main thread.
 
     Args:
-        on_orphaned: told of workers that have lost their actors.
+        on_orphaned: called for each worker that loses its actor.
     """
 
     def __init__(self, on_orphaned: OnOrphaned) -> None:

@@ -196,7 +196,7 @@ async def test_ray_is_started_again_while_workers_run(tmp_path: Path) -> None:
             link.send_signal(signal.SIGTERM)
             await link.ended()
         out = here.end()
-    assert "Ray has ended with status 3; decode-0 serve on; starting Ray again in 2 s" in out
+    assert "Ray has ended with status 3, and these workers run on: decode-0; it starts again in 2 s" in out
     assert not is_alive(second)
 
 
