@@ -98,7 +98,7 @@ class TimelineEvent:
     at_s: float
     """Seconds since the arrival."""
     what: str
-    """The kind: a value of `router.dispatch.events.EventKind`."""
+    """The kind: a value of `router.serve.events.EventKind`."""
     choice_index: int = 0
     attempt: int = 0
     worker: str = ""

@@ -45,10 +45,6 @@ from router.cluster.load import LoadMeter
 from router.cluster.readiness import Readiness
 from router.cluster.registry import Registry
 from router.cluster.watch import AlertBook, AlertWatch
-from router.dispatch.decisions import DecisionLog
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.images import ImageLooker
-from router.dispatch.worker_client import WorkerClient
 from router.http_server import HttpServer, connection_limits, http_servers
 from router.placement.pool_view import UNKNOWN_LENGTH, PoolView
 from router.placement.stale_hints import HintTracker
@@ -57,6 +53,10 @@ from router.request.model import Ingress, LoadedModel
 from router.request.resume import Journal
 from router.request.usage_log import UsageBook, UsageFile
 from router.request.usage_marks import MarkStore, RedisMarks
+from router.serve.decisions import DecisionLog
+from router.serve.driver import ChoiceDriver
+from router.serve.images import ImageLooker
+from router.serve.worker_client import WorkerClient
 from router.service import RouterService
 
 if TYPE_CHECKING:
@@ -369,8 +369,8 @@ def _dispatcher(
     decisions: DecisionLog,
     instruments: Instruments,
     keys: KeyFile | None,
-) -> Dispatcher:
-    return Dispatcher(
+) -> ChoiceDriver:
+    return ChoiceDriver(
         pools=pools,
         client=client,
         hints=HintTracker(store.mirror, instruments),

@@ -3,10 +3,10 @@
 1. Admit. The API has identified the tenant (`router.admission.tenants`). Check model, id and sampling; take a slot; and
    check the tenant's known limits (`router.admission.accounts`), or refuse at once with Retry-After.
 2. Write the prompt. Chat template and tokenizer; check length and vocabulary (`router.prompt`), and charge it to the
-   tenant. A worker looks at its images, whose tokens take their places (`router.dispatch.images`). From here on there
+   tenant. A worker looks at its images, whose tokens take their places (`router.serve.images`). From here on there
    are only token ids; the images' bytes stay until the request ends, for workers that lack them.
 3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`router.prompt.sequence`).
-4. Place, reserve, prefill, transfer, decode: `router.dispatch` does this for all choices, and retries when a worker
+4. Place, reserve, prefill, transfer, decode: `router.serve` does this for all choices, and retries when a worker
    fails.
 5. Write the text. Incremental detokenization and stop strings (`router.answer`). If moderation is configured, new text
    waits for its verdict (`router.request.moderation`).
@@ -58,7 +58,6 @@ from router.admission import (
 )
 from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.answer import AnswerChunks, AnswerPlan, AnswerSelection, AnswerWriter, with_reasoning, with_tool_choice
-from router.dispatch import Choice, ChoiceGroup, Dispatcher, ImageLooker, RequestImages
 from router.prompt import PromptEncoder, SequenceBuilder, StructureChecker, in_tokens, with_images
 from router.request.bodies import BodyBook
 from router.request.model import UNKNOWN_INGRESS, Ingress, LoadedModel
@@ -67,6 +66,7 @@ from router.request.request_log import RequestLog
 from router.request.resume import Call, CallsInFlight, Journal, digest_of, only_delivered, with_delivered
 from router.request.settlement import Settlement
 from router.request.usage_log import UsageBook
+from router.serve import Choice, ChoiceDriver, ChoiceGroup, ImageLooker, RequestImages
 
 
 class _Prompt(NamedTuple):
@@ -94,7 +94,7 @@ class RouterService:
         self,
         model: LoadedModel,
         *,
-        dispatcher: Dispatcher,
+        dispatcher: ChoiceDriver,
         looker: ImageLooker,
         limiter: Limiter,
         accounts: Accounts,

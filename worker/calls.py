@@ -1,4 +1,4 @@
-"""The worker's side of the single stream from each router; the router's side is `router.dispatch.worker_client`.
+"""The worker's side of the single stream from each router; the router's side is `router.serve.worker_client`.
 
     router ──> worker    start 7, start 8      start 9       cancel 8
     router <── worker    7: tokens, 8: tokens      7: tokens, 8: tokens, 9: tokens      7: tokens, 7: ended, 9: tokens

@@ -1,6 +1,6 @@
 """Log lines of every process, in one form: text for people, or one JSON object per line.
 
-    {"timestamp": "2026-11-21T20:38:24.123456+00:00", "level": "WARNING", "logger": "router.dispatch.dispatcher",
+    {"timestamp": "2026-11-21T20:38:24.123456+00:00", "level": "WARNING", "logger": "router.serve.driver",
      "process": 7, "service": "baton-router", "message": "...", "trace_id": "4bf9...", "span_id": "00f0..."}
 
 A line of text has no control characters but tabs, so untrusted content, such as a request's id, cannot add lines or

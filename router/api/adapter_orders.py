@@ -12,7 +12,7 @@ from baton.errors import BatonError, ModelNotFound, NoWorker, Overloaded, Unsupp
 from baton.messages import Adapter
 from baton.registered_adapters import Adapters, CheckedAdapter, RegisteredAdapter, check_name, check_path
 from kvstore.adapters import AdapterStore
-from router.dispatch.worker_client import WorkerClient
+from router.serve.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
 MAX_ASKED = 3

@@ -36,7 +36,7 @@ from router.api.routes import Reader, answers
 from router.cluster.history import SLOT_S, ClusterHistory
 from router.cluster.load import LoadMeter
 from router.cluster.watch import AlertBook
-from router.dispatch.worker_client import WorkerClient
+from router.serve.worker_client import WorkerClient
 
 NO_STORE = {"Cache-Control": "no-store"}
 MAX_LOG_LINES = 200

@@ -19,8 +19,8 @@ from kvstore.index import MirrorFollower, RedisConnection
 from kvstore.leases import LeaseStore
 from router.admission import SloCounts
 from router.cluster.dependencies import Dependencies
-from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import PoolView
+from router.serve.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
 START_POLL_S = 0.2

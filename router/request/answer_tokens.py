@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from baton.api import GenerateChunk, Usage
 from baton.sampling import SamplingParams
-from router.dispatch.choice import ChoiceGroup
+from router.serve.choice import ChoiceGroup
 
 
 class AnswerTokens:

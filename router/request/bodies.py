@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from baton.errors import Overloaded
 from baton.telemetry.request_metrics import RequestMetrics
-from router.dispatch.events import EventKind, EventLog, error_text
 from router.request.record import FirstChoice, RequestRecord
 from router.request.request_log import RequestLog
+from router.serve.events import EventKind, EventLog, error_text
 from router.slo import phases
 
 

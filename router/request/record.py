@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from baton.timelines import RequestSummary, RequestTimeline, StageSeconds, TimelineEvent, TimelinePhase
 from router.admission import Claim
-from router.dispatch.choice import Choice
-from router.dispatch.decisions import PlacementDecision, explained
-from router.dispatch.events import EventKind, EventLog, LifeEvent
 from router.placement import NO_OBJECTIVE
+from router.serve.choice import Choice
+from router.serve.decisions import PlacementDecision, explained
+from router.serve.events import EventKind, EventLog, LifeEvent
 from router.slo import StagePhase, Stages
 
 MOST_CHOICES = 8
@@ -56,7 +56,7 @@ class FirstChoice:
             mode=first.mode,
             prefill_worker=first.prefill_worker,
             decode_worker=first.decode_worker,
-            retries=first.retries,
+            retries=first.machine.retries,
             num_cached_tokens=first.num_cached_tokens or 0,
         )
 

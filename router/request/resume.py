@@ -29,7 +29,7 @@ from baton.tasks import Flag
 from kvstore.index.backoff import backoff_s
 from kvstore.leases import Noted, RecordEnd, RecordEntry, RecordKey, RecordPart, RecordStore, field_of
 from kvstore.leases.journal import DIGEST_BYTES, WRITER_BYTES
-from router.dispatch.choice import Choice, ChoiceGroup
+from router.serve.choice import Choice, ChoiceGroup
 
 logger = logging.getLogger(__name__)
 TAKE_OVER_S = 5.0

@@ -19,14 +19,14 @@ from baton.timelines import RUNNING
 from kvstore.leases import RecordKey
 from router.admission import Charge, Claim, SloCounts
 from router.admission.tenants import Tenant
-from router.dispatch.choice import Choice, ChoiceGroup
-from router.dispatch.decisions import prediction_attributes
-from router.dispatch.events import EventKind, EventLog, error_text
 from router.request.answer_tokens import NO_TOKENS, AnswerTokens
 from router.request.model import Ingress
 from router.request.record import MOST_CHOICES, ChoiceRecord, FirstChoice, RequestRecord
 from router.request.usage_log import UsageBook
 from router.request.usage_record import UsageCall, UsageRecord
+from router.serve.choice import Choice, ChoiceGroup
+from router.serve.decisions import prediction_attributes
+from router.serve.events import EventKind, EventLog, error_text
 from router.slo import SloOutcome, Stage, StagePhase, Stages, blame, classify, phases
 
 STAGE_LABELS = {stage: {"stage": stage.value} for stage in Stage}
@@ -218,7 +218,7 @@ class Settlement:
             prefill_worker=first.prefill_worker,
             decode_worker=first.decode_worker,
             mode=first.mode,
-            retries=first.retries,
+            retries=first.machine.retries,
         )
 
     def record(self) -> RequestRecord:
@@ -386,7 +386,7 @@ class Settlement:
                 "baton.prefill_worker": first.prefill_worker,
                 "baton.decode_worker": first.decode_worker,
                 "baton.prefix_source": first.source,
-                "baton.retries": first.retries,
+                "baton.retries": first.machine.retries,
             }
             if first.decision is not None:
                 attributes |= prediction_attributes(first.decision.prediction)

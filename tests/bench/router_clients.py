@@ -20,7 +20,7 @@ from baton.rpc.server import CHANNEL_OPTIONS
 from baton.sampling import SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from kvstore.index import RedisConnection
-from router.dispatch.worker_client import WorkerClient
+from router.serve.worker_client import WorkerClient
 from tests.support.builders import worker
 
 OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)

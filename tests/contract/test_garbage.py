@@ -33,9 +33,9 @@ from kvstore.leases import LeaseKeeper
 from router.admission import SloCounts
 from router.cluster.dependencies import Dependencies
 from router.cluster.registry import Registry
-from router.dispatch.worker_client import WorkerClient
 from router.placement import Prompt
 from router.placement.pool_view import PoolView
+from router.serve.worker_client import WorkerClient
 from tests.contract.conftest import CHECKED, leases_by
 from tests.contract.garbage import Garbage, index_of, leases_of, shared, signed_sizes
 from tests.support.builders import worker

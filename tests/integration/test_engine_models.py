@@ -43,12 +43,12 @@ from engine.model.transformers_model import ModelRank, load_config
 from engine.model.transformers_runner import TransformersRunner
 from engine.native.spec import FAMILIES
 from kvstore.worker_context import WorkerContext
-from router.dispatch.worker_client import WorkerCallError
 from router.prompt import Tokenizer
+from router.serve.worker_client import WorkerCallError
 from tests.support.builders import sequence_spec
 from tests.support.chats import encoded
 from tests.support.guessing import Known, run
-from tests.unit.router.dispatch.test_worker_client import router, served, worker_at
+from tests.unit.router.serve.test_worker_client import router, served, worker_at
 from worker.calls import CallServicer
 
 pytestmark = pytest.mark.integration

@@ -66,7 +66,7 @@ from engine.testing import ArithmeticRunner, expected_tokens
 from kvstore.transfer.connection.reservations import Expected
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.transport.shm import host_id
-from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
+from router.serve.worker_client import WorkerCallError, WorkerClient, WorkerStream
 from tests.support.builders import sequence_spec
 from tests.support.members import engine_of, keys_of, secret_file
 from tests.support.spoiling import spoiled, varint

@@ -17,8 +17,8 @@ from kvstore.index import MemoryStore
 from router.admission.claim import Claim
 from router.admission.tenants import DEFAULT_TENANT
 from router.api.adapter_orders import AdapterOrders
-from router.dispatch.worker_client import WorkerClient
 from router.placement import NO_OBJECTIVE, Weights
+from router.serve.worker_client import WorkerClient
 
 READY = WorkerLoad(state=WorkerState.READY)
 BLOCK_SIZE = 16

@@ -14,9 +14,9 @@ from baton.sampling import FinishReason
 from baton.v1 import inference_pb2
 from kvstore.leases import Noted, RecordKey
 from router.admission import check_model
-from router.dispatch.choice import Choice, ChoiceGroup
 from router.prompt import Tokenizer
 from router.request.resume import digest_of
+from router.serve.choice import Choice, ChoiceGroup
 from tests.support.builders import registered_adapter, sequence_spec
 from tests.unit.router.test_service import MODEL, OneToken, Router, asked, ids, tokenizer
 

@@ -45,14 +45,14 @@ from router.api import delivery
 from router.api.grpc_api import SERVICE_NAMES, Authentication, InferenceServicer
 from router.api.http import create_app
 from router.api.padding import GRPC
-from router.dispatch import ImageLooker, WorkerClient
-from router.dispatch.choice import Choice, ChoiceGroup
 from router.placement.pool_view import PoolView
 from router.prompt import Tokenizer
 from router.request.model import LoadedModel
 from router.request.resume import Journal
 from router.request.usage_log import UsageBook
 from router.request.usage_marks import MemoryMarks
+from router.serve import ImageLooker, WorkerClient
+from router.serve.choice import Choice, ChoiceGroup
 from router.service import RouterService
 from tests.support.asking import VOCABULARY
 from tests.support.builders import cluster_status

@@ -13,10 +13,10 @@ from baton.messages import SequenceSpec
 from baton.v1 import worker_pb2_grpc
 from decode_worker.service import DecodeService
 from prefill_worker.service import PrefillService
-from router.dispatch.choice import Choice
-from router.dispatch.worker_client import WorkerClient
+from router.serve.choice import Choice
+from router.serve.worker_client import WorkerClient
 from tests.unit.kvstore.transfer.peers import Worker
-from tests.unit.router.dispatch.scripted_workers import Bench, new_choice
+from tests.unit.router.serve.scripted_workers import Bench, new_choice
 from worker.calls import CallServicer
 
 LIMIT_S = 60.0

@@ -41,16 +41,16 @@ from baton.telemetry.instruments import Instruments
 from baton.v1 import admin_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from kvstore.index import Mirror
 from kvstore.leases.codec import decode_info, decode_load, encode
-from router.dispatch.choice import Choice, ChoiceGroup
-from router.dispatch.decisions import DecisionLog
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.worker_client import WorkerCallError
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
+from router.serve.choice import Choice, ChoiceGroup
+from router.serve.decisions import DecisionLog
+from router.serve.driver import ChoiceDriver
+from router.serve.worker_client import WorkerCallError
 from tests.support import builders
 from tests.support.waiting import until
-from tests.unit.router.dispatch.scripted_workers import new_choice
-from tests.unit.router.dispatch.test_worker_client import router
+from tests.unit.router.serve.scripted_workers import new_choice
+from tests.unit.router.serve.test_worker_client import router
 from worker.calls import CallServicer
 
 FIELD_99 = b"\x98\x06\x01"
@@ -338,7 +338,7 @@ async def dispatching(
         await pools.update([leased(name, address, fields, roles[name]) for name, fields in known.items()])
         instruments = Instruments(builders.cluster_status)
         hints, config = HintTracker(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=worker_wait_s)
-        dispatcher = Dispatcher(
+        dispatcher = ChoiceDriver(
             pools=pools, client=calls, hints=hints, decisions=DecisionLog(), config=config, instruments=instruments
         )
 

@@ -14,9 +14,9 @@ from baton.errors import BatonError, InvalidRequest, ModelNotFound, NoWorker, Ov
 from kvstore.adapters import MemoryAdapters
 from kvstore.index import MemoryStore
 from router.api.adapter_orders import AdapterOrders
-from router.dispatch.worker_client import WorkerClient
+from router.serve.worker_client import WorkerClient
 from tests.support.builders import READY, worker
-from tests.unit.router.dispatch.test_worker_client import served
+from tests.unit.router.serve.test_worker_client import served
 from worker.adapters import AdapterChecks
 from worker.calls import CallServicer
 

@@ -37,7 +37,7 @@ from router.cluster.history import ClusterHistory
 from router.cluster.history_store import MemoryHistory
 from router.cluster.load import LoadMeter
 from router.cluster.watch import AlertBook, AlertWatch
-from router.dispatch.worker_client import WorkerClient
+from router.serve.worker_client import WorkerClient
 from tests.support.builders import cluster_status, worker
 from tests.support.described import check_described
 from tools.api_docs import ROUTES

@@ -31,8 +31,8 @@ from baton.sampling import FinishReason
 from baton.scores import TokenScores
 from baton.structure import StructuredOutputs
 from router.answer import AnswerFormat
-from router.dispatch.choice import Choice, ChoiceGroup
 from router.prompt import Tokenizer
+from router.serve.choice import Choice, ChoiceGroup
 from tests.unit.router.test_service import OneToken, Router
 
 Json = dict[str, Any]

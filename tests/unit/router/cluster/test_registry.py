@@ -20,8 +20,8 @@ from kvstore.leases import MemoryLeases
 from router.admission import SloCounts
 from router.cluster.dependencies import Dependencies
 from router.cluster.registry import Registry
-from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import PoolView
+from router.serve.worker_client import WorkerClient
 from tests.support.builders import registered_adapter, worker_info
 from tests.support.waiting import until
 

@@ -15,8 +15,8 @@ from baton.messages import NewTokens
 from baton.sampling import FinishReason
 from router.admission.account import LedgerEntry
 from router.admission.tenants import Tenant
-from router.dispatch.choice import Choice, ChoiceGroup
 from router.prompt import Tokenizer
+from router.serve.choice import Choice, ChoiceGroup
 from tests.unit.router.test_service import OneToken, Router
 
 ACME = Tenant(id="acme", tokens_per_day=10**6)

@@ -18,14 +18,14 @@ from baton.errors import InvalidRequest, NoWorker, WorkerFailed
 from baton.messages import FirstToken, NewTokens, PrefillReport, Transferred
 from baton.sampling import FinishReason
 from router.admission.tenants import DEFAULT_TENANT, Tenant
-from router.dispatch.choice import Choice, ChoiceGroup
-from router.dispatch.events import MOST_EVENTS, EventKind, EventLog
 from router.prompt import Tokenizer
 from router.request import request_log
 from router.request.request_log import RequestFilter, RequestLog
+from router.serve.choice import Choice, ChoiceGroup
+from router.serve.events import MOST_EVENTS, EventKind, EventLog
 from tests.support.described import check_described
 from tests.support.waiting import until
-from tests.unit.router.dispatch.scripted_workers import Bench, ScriptedWorkers, bench_of, ticket
+from tests.unit.router.serve.scripted_workers import Bench, ScriptedWorkers, bench_of, ticket
 from tests.unit.router.test_service import MODEL, OneToken, Router
 
 PROMPT = tuple(range(5, 405))

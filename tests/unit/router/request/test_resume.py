@@ -16,11 +16,11 @@ from baton.tasks import cancel_and_wait
 from kvstore.index import MemoryStore
 from kvstore.leases import MemoryRecords, Noted, RecordEnd, RecordEntry, RecordKey
 from router.admission.tenants import Tenant
-from router.dispatch.choice import Choice, ChoiceGroup
 from router.prompt import SequenceBuilder
 from router.request.resume import READ_S, Call, Journal, digest_of, only_delivered, with_delivered
+from router.serve.choice import Choice, ChoiceGroup
 from tests.support.builders import sequence_spec
-from tests.unit.router.dispatch.scripted_workers import CLAIM, new_choice
+from tests.unit.router.serve.scripted_workers import CLAIM, new_choice
 
 KEY = RecordKey("acme", "r")
 DIGEST = b"d" * 16

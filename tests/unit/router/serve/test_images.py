@@ -42,20 +42,20 @@ from baton.telemetry.instruments import Instruments
 from baton.v1 import worker_pb2_grpc
 from kvstore.index import Mirror
 from router.admission.tenants import Tenant
-from router.dispatch import ImageLooker, RequestImages
-from router.dispatch.choice import Choice, ChoiceGroup
-from router.dispatch.decisions import DecisionLog
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.images import MAX_HOLDERS, SeenBook, Sighting
-from router.dispatch.worker_client import WorkerCallError, WorkerClient
 from router.placement import Job
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
 from router.prompt import with_images
+from router.serve import ImageLooker, RequestImages
+from router.serve.choice import Choice, ChoiceGroup
+from router.serve.decisions import DecisionLog
+from router.serve.driver import ChoiceDriver
+from router.serve.images import MAX_HOLDERS, SeenBook, Sighting
+from router.serve.worker_client import WorkerCallError, WorkerClient
 from tests.support import builders
 from tests.support.eyes import picture
 from tests.support.waiting import until
-from tests.unit.router.dispatch.scripted_workers import BLOCK, ticket
+from tests.unit.router.serve.scripted_workers import BLOCK, ticket
 from worker.calls import CallServicer, max_message_bytes
 
 CAT, DOG = picture("cat", 8), picture("dog", 8)
@@ -127,7 +127,7 @@ class Bench:
         self.pools = PoolView(lambda keys: dict(self.num_cached), lambda: 0.0)
         self.looker = ImageLooker(pools=self.pools, client=client, config=config)
         instruments = Instruments(builders.cluster_status)
-        self.dispatcher = Dispatcher(
+        self.dispatcher = ChoiceDriver(
             pools=self.pools,
             client=client,
             hints=HintTracker(Mirror(), instruments),
@@ -255,7 +255,7 @@ async def test_when_a_worker_fails_another_one_looks() -> None:
 
 
 async def test_images_that_take_too_long_are_no_failure_of_their_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.dispatch.images.LOOK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("router.serve.images.LOOK_TIMEOUT_S", 0.3)
     eyes = workers("p0", "p1", "d")
     for each in eyes:
         each.look_s = 30.0
@@ -404,7 +404,7 @@ async def test_a_worker_that_lacks_an_image_is_asked_again_with_all_bytes() -> N
         found, choice = await bench.answer(images)
         assert found == [5, 6]
         assert p.got == [(), (CAT, DOG)]
-        assert (choice.retries, choice.failures) == (0, ())
+        assert (choice.machine.retries, choice.machine._failures) == (0, ())
         await bench.answer(images)
         assert p.got[2:] == [()]
 

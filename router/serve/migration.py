@@ -16,10 +16,10 @@ from baton.cluster import Worker
 from baton.errors import WorkerDraining
 from baton.messages import Decoding, PrefixSource, SequenceSpec
 from baton.telemetry.instruments import Instruments
-from router.dispatch.choice import Assignment, Attempt
-from router.dispatch.selector import WorkerSelector
-from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
 from router.placement import Job, Mode, Placement
+from router.serve.choice import Assignment, Attempt
+from router.serve.selector import WorkerSelector
+from router.serve.worker_client import WorkerCallError, WorkerClient, WorkerStream
 
 logger = logging.getLogger(__name__)
 MOVE_RETRY_S = 1.0

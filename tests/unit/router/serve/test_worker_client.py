@@ -42,7 +42,7 @@ from baton.tasks import cancel_and_wait
 from baton.tls import Tls
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from router.dispatch.worker_client import MAX_JOINED, WorkerCallError, WorkerClient, WorkerStream
+from router.serve.worker_client import MAX_JOINED, WorkerCallError, WorkerClient, WorkerStream
 from tests.support import builders
 from tests.support.waiting import until
 from worker.calls import CallServicer

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 
 from baton.cluster import Worker
-from baton.messages import FirstToken, PrefillReport, Ticket, Transferred
+from baton.messages import PrefillReport, Ticket, Transferred
 from baton.telemetry.instruments import Instruments
-from router.dispatch.choice import Attempt
-from router.dispatch.decisions import MeasuredSeconds
-from router.dispatch.events import EventKind
-from router.dispatch.worker_client import WorkerStream
 from router.placement import PriceFit
 from router.placement.stale_hints import HintTracker
+from router.serve.choice import Attempt
+from router.serve.decisions import MeasuredSeconds
+from router.serve.events import EventKind
 
 
 class Reports:
@@ -63,16 +62,8 @@ class Reports:
             if measured_s > 0:
                 self._instruments.prediction_error.record(abs(predicted_s - measured_s) / measured_s, {"of": what})
 
-    async def kv_transfer(
-        self, prefill: WorkerStream[FirstToken | Transferred], ticket: Ticket, attempt: Attempt
-    ) -> None:
-        """Wait for the prefill worker's report of the KV transfer, and record it.
-
-        Raises:
-            WorkerCallError: the KV transfer or the prefill worker failed.
-        """
-        report = await prefill.read()
-        assert isinstance(report, Transferred)
+    def kv_transfer(self, ticket: Ticket, attempt: Attempt, report: Transferred) -> None:
+        """Record the prefill worker's report of the KV transfer."""
         if attempt.assignment.moves_from is None:
             self._note_kv_transfer(attempt, report)
         self._prices.transferred(ticket.num_tokens - ticket.skip_tokens, report.exposed_s)

@@ -28,9 +28,9 @@ from baton.images import image_digest
 from baton.messages import SeenImage, SequenceSpec
 from baton.turns import Turns
 from router.admission.tenants import Tenant
-from router.dispatch.worker_client import LOOK_TIMEOUT_S, WorkerCallError, WorkerClient
 from router.placement import ImageCosts, Mode
 from router.placement.pool_view import PoolView
+from router.serve.worker_client import LOOK_TIMEOUT_S, WorkerCallError, WorkerClient
 
 MAX_KEPT, MAX_KEPT_TOKENS = 4096, 2**20
 """Limits on the cached replies: the number of images, and their tokens together. They take about 16 MiB."""

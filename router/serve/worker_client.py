@@ -75,23 +75,31 @@ class WorkerStream(Generic[E]):
         self._events: list[E] = []
         self._failure: BatonError | None = None
         self._reader: asyncio.Future[None] | None = None
+        self.on_arrival: Callable[[], object] | None = None
+        """Callback when there is something to take."""
 
-    async def read(self) -> E:
-        """Return the next response, for one reader at a time.
+    def take(self) -> E | None:
+        """Return the next response; None: there is none yet.
 
         Buffered token messages are joined. So a router that has fallen behind its workers writes fewer and larger
         chunks, and catches up.
 
         Raises:
-            WorkerCallError: the worker refused, failed or ended the call, and all earlier responses have been read.
+            WorkerCallError: the worker refused, failed or ended the call, and all earlier responses have been taken.
         """
+        if self._events:
+            return _taken(self._events)
         # A failure is raised only when the buffer is empty: tokens that came before it still count.
-        while not self._events:
-            if self._failure is not None:
-                raise WorkerCallError(self.worker, self._failure)
+        if self._failure is not None:
+            raise WorkerCallError(self.worker, self._failure)
+        return None
+
+    async def read(self) -> E:
+        """Wait for the next response and take it, for one reader at a time. Raises the errors of `take`."""
+        while (event := self.take()) is None:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        return _taken(self._events)
+        return event
 
     @property
     def num_unread(self) -> int:
@@ -116,6 +124,8 @@ class WorkerStream(Generic[E]):
         # Several responses may arrive before the reader runs, and a reader may have been cancelled: its future is done.
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+        if self.on_arrival is not None:
+            self.on_arrival()
 
     async def __aenter__(self) -> WorkerStream[E]:
         return self

@@ -9,10 +9,10 @@ from opentelemetry.context import Context
 
 from baton.config import ClusterConfig
 from baton.tls import member_tls
-from router.dispatch.worker_client import WorkerCallError, WorkerClient
+from router.serve.worker_client import WorkerCallError, WorkerClient
 from tests.support.certificates import Authority, cluster_settings
 from tests.support.waiting import until
-from tests.unit.router.dispatch.test_worker_client import Engine, serving, spec, tokens_of, worker_at
+from tests.unit.router.serve.test_worker_client import Engine, serving, spec, tokens_of, worker_at
 
 
 async def test_a_connection_that_is_opened_again_takes_the_new_certificates(tmp_path: Path) -> None:

@@ -48,16 +48,17 @@ from baton.sampling import FinishReason
 from baton.tasks import cancel_and_wait
 from kvstore.leases import Noted
 from router.admission.tenants import Tenant
-from router.dispatch import exchange
-from router.dispatch.choice import ChoiceGroup
-from router.dispatch.exchange import _Held
-from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
 from router.placement import NO_OBJECTIVE, Mode
 from router.placement.pool_view import LEAVING_S, SUSPICION_S
+from router.serve import driver
+from router.serve.choice import ChoiceGroup
+from router.serve.driver import ChoiceDriver
+from router.serve.machine import Instruction, KeepOldCall
+from router.serve.worker_client import WorkerCallError, WorkerClient, WorkerStream
 from router.slo import Stage
 from tests.support.builders import READY
 from tests.support.waiting import until
-from tests.unit.router.dispatch.scripted_workers import (
+from tests.unit.router.serve.scripted_workers import (
     BLOCK,
     CLAIM,
     NUM_PROMPT,
@@ -83,8 +84,8 @@ LONG = replace(SPEC, sampling=replace(SPEC.sampling, max_tokens=100, ignore_eos=
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    for module in ("dispatcher", "exchange", "selector", "reports"):
-        monkeypatch.setattr(f"router.dispatch.{module}.time", bench.clock)
+    for module in ("driver", "selector", "reports"):
+        monkeypatch.setattr(f"router.serve.{module}.time", bench.clock)
 
 
 def no_call_is_read() -> bool:
@@ -167,7 +168,7 @@ async def test_who_did_not_answer_in_a_kv_transfer_is_left_at_once(
     record = new_choice()
     async with bench_of(workers, roles, "disaggregated", {"d0": 4}) as bench:
         assert await collected(bench.tokens(record)) == [5]
-    assert (record.retries, record.decode_worker == "d0") == (1, stays)
+    assert (record.machine.retries, record.decode_worker == "d0") == (1, stays)
 
 
 @pytest.mark.parametrize(
@@ -202,29 +203,33 @@ async def test_of_two_that_do_not_fit_each_other_neither_is_asked_again() -> Non
     roles = {**PAIR, "p1": Role.PREFILL, "d1": Role.DECODE}
     async with bench_of(workers, roles, "disaggregated", {"p0": 8, "d0": 4}) as bench:
         assert await collected(bench.tokens(record)) == [5]
-    assert (record.retries, record.prefill_worker, record.decode_worker) == (1, "p1", "d1")
+    assert (record.machine.retries, record.prefill_worker, record.decode_worker) == (1, "p1", "d1")
 
 
 async def test_a_doubted_prefill_worker_that_has_no_other_beside_it_takes_no_doubt_from_a_decode_worker() -> None:
     """Regression: cut from each other both doubted the other, and every attempt met again, until none was left."""
+    is_asked = asyncio.Event()
     workers = ScriptedWorkers(
-        decode=[[ticket, TransferError("p0 is gone")], [ticket], [ticket]],
-        prefill=[[], [TransferError("d0 is silent")], [FIRST_IS_LAST]],
+        decode=[[ticket, is_asked, TransferError("p0 is gone")], [ticket], [ticket]],
+        prefill=[[lambda _: is_asked.set()], [TransferError("d0 is silent")], [FIRST_IS_LAST]],
     )
     record = new_choice()
     async with bench_of(workers, {**PAIR, "d1": Role.DECODE}, "disaggregated", {"d0": 4}) as bench:
         assert await collected(bench.tokens(record)) == [5]
-    assert (record.retries, record.decode_worker) == (2, "d1")
+    assert (record.machine.retries, record.decode_worker) == (2, "d1")
 
 
 async def test_a_decode_worker_that_dies_while_the_prompt_is_computed_is_left_at_once() -> None:
     """The prefill worker, which goes on for as long as its prompt takes, is not waited for."""
-    is_computed = asyncio.Event()
-    workers = ScriptedWorkers(decode=[[ticket, GONE], [ticket]], prefill=[[is_computed], [FIRST_IS_LAST]])
+    is_asked, is_computed = asyncio.Event(), asyncio.Event()
+    workers = ScriptedWorkers(
+        decode=[[ticket, is_asked, GONE], [ticket]],
+        prefill=[[lambda _: is_asked.set(), is_computed], [FIRST_IS_LAST]],
+    )
     record = new_choice()
     async with bench_of(workers, {**PAIR, "d1": Role.DECODE}, "disaggregated", {"d0": 4}) as bench:
         assert await asyncio.wait_for(collected(bench.tokens(record)), 10) == [5]
-    assert (record.retries, record.decode_worker) == (1, "d1")
+    assert (record.machine.retries, record.decode_worker) == (1, "d1")
 
 
 async def test_who_could_not_transfer_is_no_source_of_the_next_attempt() -> None:
@@ -234,7 +239,7 @@ async def test_who_could_not_transfer_is_no_source_of_the_next_attempt() -> None
     record = new_choice()
     async with bench_of(workers, roles, "auto", {"p0": 20, "p1": 10}) as bench:
         assert await collected(bench.tokens(record)) == [5]
-    assert (record.retries, record.mode) == (1, Mode.AGGREGATED)
+    assert (record.machine.retries, record.mode) == (1, Mode.AGGREGATED)
     assert sources(workers) == [None, PrefixSource(worker_id="p1", address=bench.address, num_tokens=160)]
 
 
@@ -249,7 +254,7 @@ async def test_when_kv_transfers_fail_the_decode_worker_computes_the_prompt(fail
     async with bench_of(workers, PAIR, "auto", {"p0": 20}) as bench:
         assert await collected(bench.tokens(record)) == [5]
     assert workers.kinds == [DecodeRequest, PrefillRequest] * len(failures) + [DecodeRequest]
-    assert (record.retries, record.mode, record.prefill_worker) == (len(failures), Mode.AGGREGATED, "")
+    assert (record.machine.retries, record.mode, record.prefill_worker) == (len(failures), Mode.AGGREGATED, "")
 
 
 async def test_who_died_is_passed_over_by_all_that_come_after() -> None:
@@ -259,7 +264,7 @@ async def test_who_died_is_passed_over_by_all_that_come_after() -> None:
         for num_retries in (1, 0):
             record = new_choice()
             assert await collected(bench.tokens(record)) == [5]
-            assert (record.decode_worker, record.retries) == ("d1", num_retries)
+            assert (record.decode_worker, record.machine.retries) == ("d1", num_retries)
 
 
 async def test_every_attempt_says_which_it_is_and_how_urgent() -> None:
@@ -287,7 +292,7 @@ async def test_a_worker_that_drains_costs_no_attempt_and_is_asked_no_more() -> N
         for _ in range(2):
             record = new_choice()
             assert await collected(bench.tokens(record)) == [5]
-            assert (record.decode_worker, record.retries) == ("d1", 0)
+            assert (record.decode_worker, record.machine.retries) == ("d1", 0)
     assert len(workers.requests) == 3
 
 
@@ -300,7 +305,7 @@ async def test_an_answer_that_goes_on_outlives_any_number_of_workers_and_one_tha
     async with bench_of(workers, roles, "aggregated") as bench:
         with pytest.raises(WorkerFailed, match=r"^4 placements failed: "):
             await collected(bench.tokens(record, spec=LONG))
-    assert (len(record.emitted), record.retries, len(workers.requests)) == (64, 6, 7)
+    assert (len(record.emitted), record.machine.retries, len(workers.requests)) == (64, 6, 7)
     assert workers.requests[-1].sequence.token_ids == (*SPEC.token_ids, *record.emitted)
 
 
@@ -335,7 +340,7 @@ async def test_what_a_worker_finds_wrong_with_a_request_is_told_at_once() -> Non
     async with bench_of(workers, TWO, "aggregated") as bench:
         with pytest.raises(InvalidRequest, match=r"^token 9 is not in the vocabulary$"):
             await collected(bench.tokens(record))
-    assert (len(workers.requests), record.retries) == (1, 0)
+    assert (len(workers.requests), record.machine.retries) == (1, 0)
 
 
 # -- deadlines and the gate --------------------------------------------------------------------------------------------
@@ -354,7 +359,7 @@ async def test_a_stream_that_has_begun_outlives_its_worker_however_old_it_is(mon
             tokens.append(token)
             bench.clock.ahead_s = 1000.0
             later.set()
-    assert (tokens, record.retries) == ([4, 5], 1)
+    assert (tokens, record.machine.retries) == ([4, 5], 1)
 
 
 async def test_every_attempt_has_the_budget_that_is_left_of_the_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +381,7 @@ async def test_every_attempt_has_the_budget_that_is_left_of_the_arrivals(monkeyp
         record, arrived_s = new_choice(), bench.clock.monotonic() - 70.0
         with pytest.raises(Overloaded, match=r"no first token within 100"):
             await collected(bench.tokens(record, claim=replace(claim, arrived_s=arrived_s)))
-        assert record.retries == 2
+        assert record.machine.retries == 2
 
 
 async def test_a_resumed_request_goes_on_though_the_gate_would_let_nobody_in() -> None:
@@ -424,7 +429,7 @@ async def test_a_choice_that_has_to_make_way_is_refused_at_once() -> None:
 @pytest.mark.parametrize("mode", [Mode.AGGREGATED, Mode.DISAGGREGATED])
 async def test_it_is_crowded_while_a_choice_waits_long_for_room(monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
     """Not while its prompt is computed elsewhere, and not while it is decoded."""
-    monkeypatch.setattr(exchange, "LONG_S", 0.1)
+    monkeypatch.setattr(driver, "LONG_S", 0.1)
     has_room, computes, goes_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
     first = NewTokens(token_ids=(4,), finish_reason=None, report=PrefillReport())
     workers = ScriptedWorkers(decode=[[has_room, first, goes_on, LAST]])
@@ -448,7 +453,7 @@ async def test_it_is_crowded_while_a_choice_waits_long_for_room(monkeypatch: pyt
 async def test_it_is_not_crowded_while_a_prompt_is_computed_as_long_as_was_predicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exchange, "LONG_S", 0.0)
+    monkeypatch.setattr(driver, "LONG_S", 0.0)
     workers = ScriptedWorkers(decode=[[]])
     async with bench_of(workers, {}, "aggregated") as bench:
         await bench.lease("d0", Role.DECODE, replace(READY, costs=replace(PRIOR, s_per_token=0.02)))
@@ -485,7 +490,7 @@ async def test_the_queues_forget_a_prompt_when_it_is_computed(mode: Mode) -> Non
     else:
         workers = ScriptedWorkers(decode=[[waits, NewTokens(token_ids=(4,), finish_reason=None), ends, LAST]])
     async with bench_of(workers, PAIR, mode) as bench:
-        gate, books = bench.dispatcher._waits.gate, bench.pools._loads.values()
+        gate, books = bench.dispatcher._gate, bench.pools._loads.values()
         answer = bench.tokens()
         first = asyncio.ensure_future(anext(answer))
         await until(lambda: any(gate._queues.values()))
@@ -538,7 +543,7 @@ async def test_a_report_on_the_kv_transfer_that_comes_late_is_recorded_and_holds
                 seen.set()
     assert tokens == [5, 6, 7]
     noted = [phase for phase in record.stages.noted if phase.stage is Stage.TRANSFER]
-    assert (len(noted), record.retries) == (1, 0)
+    assert (len(noted), record.machine.retries) == (1, 0)
     assert 0 < noted[0].end_s - noted[0].begin_s < 0.25, "no more than the time to the second token"
 
 
@@ -555,7 +560,7 @@ async def test_a_first_token_that_is_the_last_is_waited_for_when_nobody_wants_th
         cancelled.set()
         asyncio.get_running_loop().call_later(0.05, told.set)
         assert await answer == 5
-    assert record.retries == 0
+    assert record.machine.retries == 0
 
 
 @pytest.mark.parametrize(("mode", "held"), [("disaggregated", {"p": 10, "d": 20}), ("aggregated", {"d": 10, "p": 20})])
@@ -810,7 +815,7 @@ async def test_a_search_stays_on_a_worker_that_leaves_where_its_state_does_not_t
         asyncio.get_running_loop().call_later(0.2, has_ended.set)
         assert [message.token_ids async for _, message in bench.dispatcher.run(group)] == [(7,)]
     assert len(workers.requests) == 1
-    assert group.choices[0].retries == 0
+    assert group.choices[0].machine.retries == 0
 
 
 async def test_a_search_that_finds_too_few_answers_says_so() -> None:
@@ -1017,7 +1022,7 @@ async def test_a_choice_moves_to_nobody_without_room(
     num_in_use: int, held: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stays, and looks again: d2 comes later."""
-    monkeypatch.setattr("router.dispatch.migration.MOVE_RETRY_S", 0.01)
+    monkeypatch.setattr("router.serve.migration.MOVE_RETRY_S", 0.01)
     workers, record = leaving_worker(), new_choice()
     async with bench_of(workers, {"d0": Role.DECODE}, "aggregated", held) as bench:
         answer = bench.tokens(record, spec=LONG)
@@ -1033,7 +1038,7 @@ async def test_a_choice_moves_to_nobody_without_room(
         await until(lambda: workers.servicer.num_running == 2)  # d0 decodes no more; it transfers
         assert await collected(answer) == [7]
         await workers.servicer.wait_until_idle()
-    assert (record.decode_worker, record.retries) == ("d2", 0)
+    assert (record.decode_worker, record.machine.retries) == ("d2", 0)
     fetch, decode, prefill = workers.requests[1:]
     assert isinstance(fetch, FetchRequest)
     assert fetch.source == PrefixSource(worker_id="d0", address=bench.address, num_tokens=NUM_PROMPT + 1)
@@ -1064,7 +1069,7 @@ async def test_a_choice_does_not_move_to_who_could_not_pull_its_kv() -> None:
 async def test_a_choice_moves_to_nobody_who_does_not_know_or_cannot_hold_all_of_it(
     unfit: dict[str, Any], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.dispatch.migration.MOVE_RETRY_S", 0.01)
+    monkeypatch.setattr("router.serve.migration.MOVE_RETRY_S", 0.01)
     workers, record = leaving_worker(), new_choice()
     asked: list[str] = []
     fetch = WorkerClient.fetch
@@ -1121,7 +1126,7 @@ async def test_tokens_come_on_while_the_next_worker_pulls_their_kv() -> None:
 
 async def test_a_choice_does_not_move_when_its_worker_has_stayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """There was no room elsewhere until its lease said for some seconds that it serves as before."""
-    monkeypatch.setattr("router.dispatch.migration.MOVE_RETRY_S", 0.01)
+    monkeypatch.setattr("router.serve.migration.MOVE_RETRY_S", 0.01)
     ends = asyncio.Event()
     workers, record = leaving_worker(ends, LAST), new_choice()
     async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
@@ -1145,11 +1150,14 @@ async def test_a_client_that_leaves_in_the_middle_of_a_move_leaves_nothing_runni
     async with bench_of(workers, TWO, "aggregated", {"d0": 20}) as bench:
         answer = asyncio.ensure_future(collected(bench.tokens(spec=LONG)))
 
-        def let_go(held: _Held, stream: WorkerStream[object]) -> None:
-            held._calls.remove(stream)
-            answer.cancel()
+        do = ChoiceDriver._do
 
-        monkeypatch.setattr(_Held, "let_go", let_go)
+        def cancelled(driver: ChoiceDriver, instruction: Instruction, run: Any) -> None:
+            do(driver, instruction, run)
+            if isinstance(instruction, KeepOldCall):
+                answer.cancel()
+
+        monkeypatch.setattr(ChoiceDriver, "_do", cancelled)
         with pytest.raises(asyncio.CancelledError):
             await answer
         assert workers.kinds == [DecodeRequest, FetchRequest]
@@ -1170,7 +1178,7 @@ async def test_a_worker_that_leaves_is_rid_of_a_choice_whose_next_worker_fails()
         await until(lambda: workers.servicer.num_running == 1)
         ends.set()
         assert await collected(answer) == [5]
-    assert (record.emitted, record.retries) == ([4, 6, 5], 1)
+    assert (record.emitted, record.machine.retries) == ([4, 6, 5], 1)
 
 
 async def test_a_worker_that_leaves_before_it_has_begun_is_asked_no_more() -> None:
@@ -1180,12 +1188,12 @@ async def test_a_worker_that_leaves_before_it_has_begun_is_asked_no_more() -> No
         for _ in range(2):
             record = new_choice()
             assert await collected(bench.tokens(record)) == [5]
-            assert (record.decode_worker, record.retries) == ("d1", 0)
+            assert (record.decode_worker, record.machine.retries) == ("d1", 0)
     assert len(workers.requests) == 3
 
 
 async def test_a_worker_that_leaves_again_after_it_had_stayed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.dispatch.migration.MOVE_RETRY_S", 0.01)
+    monkeypatch.setattr("router.serve.migration.MOVE_RETRY_S", 0.01)
     again = asyncio.Event()
     workers = leaving_worker(NewTokens(token_ids=(8,), finish_reason=None), again, Migrate())
     async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
@@ -1209,7 +1217,7 @@ async def test_a_first_token_may_come_from_the_worker_that_decodes() -> None:
     record = new_choice()
     async with bench_of(workers, PAIR, "disaggregated", {"p0": 10}) as bench:
         assert await collected(bench.tokens(record)) == [5, 6, *LAST.token_ids]
-    assert (record.num_cached_tokens, record.retries) == (160, 0)
+    assert (record.num_cached_tokens, record.machine.retries) == (160, 0)
 
 
 @pytest.mark.parametrize("token_id", [4, None])
@@ -1223,7 +1231,7 @@ async def test_a_kv_transfer_that_fails_behind_the_prompt_ends_the_wait_for_the_
     async with bench_of(workers, PAIR, "auto", {"p0": 20}) as bench:
         async with asyncio.timeout(5):
             assert await collected(bench.tokens(record)) == [*([token_id] if token_id else []), 5]
-    assert (record.retries, record.mode) == (1, Mode.AGGREGATED)
+    assert (record.machine.retries, record.mode) == (1, Mode.AGGREGATED)
 
 
 # -- samplers ----------------------------------------------------------------------------------------------------------
@@ -1260,14 +1268,14 @@ async def test_what_is_drawn_goes_on_with_the_same_sampler_and_a_greedy_answer_a
     workers, choice = ScriptedWorkers(decode=[DIES_LATER, [LAST]]), new_choice()
     async with bench_with(workers, samplers, {"d0": 20, "d1": 10}) as bench:
         assert await collected(bench.tokens(choice, spec=spec)) == [4, 5]
-    assert (choice.decode_worker, choice.retries) == (worker_id, 1)
+    assert (choice.decode_worker, choice.machine.retries) == (worker_id, 1)
 
 
 async def test_an_answer_of_which_nothing_is_drawn_may_change_the_sampler() -> None:
     workers, choice = ScriptedWorkers(decode=[[GONE], DIES_LATER, [LAST]]), new_choice()
     async with bench_with(workers, {"d0": "a", "d1": "b", "d2": "a", "d3": "b"}, {"d0": 20, "d1": 15}) as bench:
         assert await collected(bench.tokens(choice, spec=DRAWN)) == [4, 5]
-    assert (choice.decode_worker, choice.sampler, choice.retries) == ("d3", "b", 2)
+    assert (choice.decode_worker, choice.sampler, choice.machine.retries) == ("d3", "b", 2)
 
 
 async def test_what_is_drawn_waits_for_the_same_sampler_and_not_for_ever() -> None:
@@ -1281,7 +1289,7 @@ async def test_what_is_drawn_waits_for_the_same_sampler_and_not_for_ever() -> No
         assert await anext(answer) == 4
         await bench.lease("d2", Role.DECODE, replace(READY, state=WorkerState.DRAINING), sampler="a")
         rest = asyncio.ensure_future(collected(answer))
-        await until(lambda: waits[1].retries == 1)
+        await until(lambda: waits[1].machine.retries == 1)
         await bench.lease("d3", Role.DECODE, sampler="a")
         assert await rest == [5]
     assert waits[1].decode_worker == "d3"
@@ -1335,4 +1343,4 @@ async def test_a_doubted_worker_is_taken_where_the_others_have_another_sampler()
     choice = new_choice()
     async with bench_with(workers, {"p0": "a", "d0": "a", "d1": "b"}, {"d0": 20}, "disaggregated") as bench:
         assert await collected(bench.tokens(choice, spec=DRAWN)) == [5]
-    assert (choice.decode_worker, choice.retries) == ("d0", 1)
+    assert (choice.decode_worker, choice.machine.retries) == ("d0", 1)

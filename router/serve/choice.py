@@ -2,7 +2,6 @@
 
 Choice     lives as long as the request and is mutable: the prompt, the tokens so far, the measurements
 Attempt    one placement of a choice: the current sequence and the workers that serve it
-Outcome    how an attempt ended: the last value that an exchange yields
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from baton.scores import TokenScores
 from baton.tasks import Flag
 from kvstore.leases import Noted
 from router.admission import Claim, QueueEntry
-from router.dispatch.decisions import PlacementDecision
-from router.dispatch.events import EventLog
-from router.dispatch.images import RequestImages
-from router.dispatch.retry import NOTHING, Avoidance, Failure
-from router.dispatch.worker_client import WorkerCallError, WorkerStream
 from router.placement import Job, Placement
 from router.placement.stale_hints import Hint
+from router.serve.decisions import PlacementDecision
+from router.serve.events import EventLog
+from router.serve.images import RequestImages
+from router.serve.machine import ChoiceMachine
+from router.serve.worker_client import WorkerStream
 from router.slo import StageLog
 
 
@@ -58,13 +57,8 @@ class Choice:
     """True if the client needs no more tokens, because the engine or a stop string ended the answer. The service sets
     it; the dispatcher then cancels the running attempt."""
 
-    num_attempts: int = 0
-    failures: tuple[Failure, ...] = ()
-    """Consecutive failures, see `router.dispatch.retry`."""
-    avoid: Avoidance = NOTHING
-    """Workers and modes that the next placement avoids because of the failures."""
-    retries: int = 0
-    """Number of failed attempts that were followed by another one."""
+    machine: ChoiceMachine = field(default_factory=ChoiceMachine)
+    """Where it is on its way, and what its failures mean for the next placement."""
     leader: Choice | None = None
     """The choice whose attempt computes the prompt for this one as well. This choice is placed on the leader's decode
     worker. None: it is placed independently."""
@@ -80,8 +74,6 @@ class Choice:
 
     images: RequestImages | None = None
     """Images of its prompt; None: it has none."""
-    carries_images: bool = False
-    """True if the next attempt carries all images, because a worker lacked them or failed."""
 
     began_s: float = 0.0
     """Start of the latest attempt, on the monotonic clock."""
@@ -141,7 +133,7 @@ class Choice:
             sampling=sampling,
             token_ids=self.spec.token_ids + self.known_ids,
             hypotheses=self.hypotheses,
-            attempt=self.num_attempts,
+            attempt=self.machine.num_attempts,
             priority=claim.priority,
             itl_s=claim.objective.itl_s,
             num_expected_tokens=num_expected_tokens,
@@ -271,32 +263,3 @@ class Attempt:
     entry: QueueEntry
     images: tuple[bytes, ...] = field(default=(), repr=False)
     """Encoded images for the worker that computes the prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The answer is complete."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """The choice continues on another worker, which is prepared."""
-
-    assignment: Assignment
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLeaving:
-    """A worker asks to migrate the choice before it has decoded any token: there is no KV to migrate."""
-
-    worker: Worker
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptFailed:
-    """A worker refused the call or failed."""
-
-    failure: WorkerCallError
-
-
-Outcome = Finished | Moved | WorkerLeaving | AttemptFailed

@@ -14,7 +14,7 @@ from baton.errors import AdapterUnreadable, NoWorker, Overloaded, Unsupported
 from baton.messages import DecodeRequest, FetchRequest, FirstToken, Migrate, NewTokens, PrefillReport, PrefillRequest
 from baton.sampling import FinishReason
 from tests.support.builders import READY, registered_adapter
-from tests.unit.router.dispatch.scripted_workers import SPEC, Bench, ScriptedWorkers, bench_of, new_choice, ticket
+from tests.unit.router.serve.scripted_workers import SPEC, Bench, ScriptedWorkers, bench_of, new_choice, ticket
 
 POET = registered_adapter("poet").adapter
 OF_POET = replace(SPEC, adapter=POET)
@@ -162,7 +162,7 @@ async def test_a_worker_that_cannot_read_an_adapter_is_passed_over_and_serves_ot
         await able(bench, **roles)
         choice = new_choice()
         assert await collected(bench.tokens(choice, spec=OF_POET)) == [5]
-        assert choice.retries == 1
+        assert choice.machine.retries == 1
         used = set()
         for index in range(6):
             choice = new_choice()

@@ -15,7 +15,6 @@ from baton.config import RouterConfig
 from baton.errors import NoWorker, Overloaded, Unsupported
 from baton.messages import Adapter, PrefixSource, SequenceSpec
 from baton.trust import PERMIT_S, KeyFile, Party, Permit, keys_digest
-from router.dispatch.choice import Assignment, Choice
 from router.placement import (
     Candidate,
     Mode,
@@ -27,6 +26,7 @@ from router.placement import (
 )
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
+from router.serve.choice import Assignment, Choice
 
 
 class WorkerSelector:
@@ -67,7 +67,7 @@ class WorkerSelector:
                 sampler is unknown and the workers have several.
         """
         deadline = time.monotonic() + self._config.worker_wait_s
-        claim, avoid = choice.claim, choice.avoid
+        claim, avoid = choice.claim, choice.machine.avoid
         mode = Mode.AGGREGATED if avoid.kv_transfer and self._config.mode == "auto" else self._config.mode
         while True:
             self._check_sampler(choice)
@@ -99,7 +99,7 @@ class WorkerSelector:
         Returns:
             None if there is no such worker, it has died, leaves its role, or cannot serve the sequence.
         """
-        excluded = choice.avoid.refused | self.pools.unfit(spec).keys() | self.pools.unable(spec)
+        excluded = choice.machine.avoid.refused | self.pools.unfit(spec).keys() | self.pools.unable(spec)
         if spec.adapter is not None:
             excluded |= self.pools.without_adapters
         wanted = (leader.kv_is_on,) if leader.kv_is_on else ()

@@ -8,8 +8,8 @@ from baton.api import Option, PlacementSeconds
 from baton.cluster import Role
 from router.admission import Claim
 from router.admission.tenants import Tenant
-from router.dispatch.decisions import KEPT, DecisionLog, PlacementDecision, explained
 from router.placement import Candidate, Objective, Placement, Prices, Prompt, Weights, place
+from router.serve.decisions import KEPT, DecisionLog, PlacementDecision, explained
 from tests.support.builders import claim, sequence_spec, step_costs
 
 SPEC = sequence_spec(range(100), max_tokens=50, ignore_eos=False, priority=3, num_expected_tokens=40)

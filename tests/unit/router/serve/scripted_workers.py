@@ -22,12 +22,12 @@ from baton.telemetry.instruments import Instruments
 from baton.v1 import worker_pb2_grpc
 from kvstore.index import Mirror
 from router.admission import Claim
-from router.dispatch.choice import Choice, ChoiceGroup
-from router.dispatch.decisions import DecisionLog
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
+from router.serve.choice import Choice, ChoiceGroup
+from router.serve.decisions import DecisionLog
+from router.serve.driver import ChoiceDriver
+from router.serve.worker_client import WorkerClient
 from tests.support import builders
 from tests.support.builders import READY
 from worker.calls import CallServicer
@@ -123,7 +123,7 @@ class Bench:
         self.pools = PoolView(lambda keys: dict(held), self.clock.monotonic)
         self.instruments = Instruments(builders.cluster_status)
         hints = HintTracker(Mirror(), self.instruments)
-        self.dispatcher = Dispatcher(
+        self.dispatcher = ChoiceDriver(
             pools=self.pools,
             client=client,
             hints=hints,

@@ -1,0 +1,491 @@
+"""The life of one choice on the workers, as a pure state machine: an event in, a step out. It has no clock and no I/O.
+
+                 ┌──────────────────────── a call failed, or its worker leaves: placed again ──────────────────────┐
+                 v                                                                                                 │
+    PLACING ──> RESERVING ──> PREFILLING ──> TRANSFERRING ──> DECODING ──> REPORTING ──> ENDED      disaggregated  │
+       └──────> COMPUTING ───────────────────────────────────────┘                                  aggregated ────┘
+
+The driver (`router.serve.driver`) carries out the instructions of each step, and waits as the step says. The messages
+of the workers are events as they are. Decision 0018 has the table of states, events and instructions.
+
+    machine = ChoiceMachine()
+    step = machine.on(Begun(max_attempts=3))  # Step((), FindPlace())
+    step = machine.on(Placed(placement))      # Step((OpenDecode(await_kv=True),), Await((Source.DECODE,)))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from baton.cluster import Worker
+from baton.errors import BatonError, ImagesMissing, InvalidRequest, TransferCancelled, WorkerDraining
+from baton.hypotheses import Hypotheses
+from baton.messages import FirstToken, Migrate, NewTokens, PrefillReport, Ticket, Transferred
+from router.placement import Mode, Placement
+from router.serve.retry import NOTHING, Avoidance, Failure, consecutive, given_up, is_used_up, to_avoid
+
+REPORT_S = 1.0
+"""Time limit for the prefill worker's report on the KV transfer if nothing else is missing. The report has usually
+arrived by then, unless that worker hangs."""
+
+
+class State(StrEnum):
+    """What a choice waits for."""
+
+    PLACING = "placing"
+    """Workers."""
+    COMPUTING = "computing"
+    """The first tokens of the worker that computes the prompt and decodes."""
+    RESERVING = "reserving"
+    """The decode worker's ticket: it reserves blocks."""
+    PREFILLING = "prefilling"
+    """The prefill worker's first token."""
+    TRANSFERRING = "transferring"
+    """The decode worker's first message, which it sends when it has the KV."""
+    DECODING = "decoding"
+    """Further tokens. During a migration also the next worker."""
+    REPORTING = "reporting"
+    """The prefill worker's report on the KV transfer, with the last tokens in hand."""
+    ENDED = "ended"
+
+
+class Source(StrEnum):
+    """What an event comes from."""
+
+    DECODE = "decode"
+    """The call on the decode worker, which computes the prompt as well if there is no prefill worker."""
+    PREFILL = "prefill"
+    """The call on the prefill worker."""
+    MIGRATION = "migration"
+    """The preparation of a migration."""
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The choice may be placed."""
+
+    max_attempts: int
+    """Consecutive failures after which it is given up."""
+    num_emitted: int = 0
+    """Tokens of the answer that another router has emitted."""
+    is_search: bool = False
+    """It is a beam search."""
+    has_images: bool = False
+    """Its prompt has images."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Workers are chosen, and the choice is admitted."""
+
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailed:
+    """A call is over: its worker has refused, failed or ended it."""
+
+    source: Source
+    worker: Worker
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class MoveReady:
+    """The next worker has pulled the KV, and the choice can migrate to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stays:
+    """The worker that was about to leave has decided to stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeUp:
+    """The limit of `Await.timeout_s` has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No first token in time, or preempted while it waited for one."""
+
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Nobody needs more tokens: a stop string has ended the answer, or the client has left."""
+
+
+Event = (
+    Begun
+    | Placed
+    | Ticket
+    | FirstToken
+    | Transferred
+    | NewTokens
+    | Migrate
+    | CallFailed
+    | MoveReady
+    | Stays
+    | TimeUp
+    | Refused
+    | Answered
+)
+
+
+# -- instructions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDecode:
+    """Start the call on the decode worker."""
+
+    await_kv: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPrefill:
+    """Record that the decode worker has room, and start the call on the prefill worker, which sends the KV there."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Record that the prompt is computed: the wait for the first token is over."""
+
+    report: PrefillReport
+
+
+@dataclass(frozen=True, slots=True)
+class HasKv:
+    """Record that the decode worker has the prompt's KV, so that other choices of the request may be placed there."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoteTransfer:
+    """Record the prefill worker's report on the KV transfer."""
+
+    report: Transferred
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Pass tokens on to the client."""
+
+    tokens: NewTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Record the state of a beam search from which the next worker continues."""
+
+    hypotheses: Hypotheses
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareMove:
+    """Find another decode worker, and have it pull the KV so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepOldCall:
+    """Let the call on the leaving worker outlive this attempt: that worker must not exit before it has sent the KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveCalls:
+    """Cancel the calls of this attempt, and end its accounting. It comes before the choice is placed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoBack:
+    """Forget the tokens that a beam search has drawn since its recorded state: they are computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeaves:
+    """Record that a worker leaves its role before it has computed anything of the choice."""
+
+    worker: Worker | None
+    """None: the decode worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class LacksImages:
+    """Record that a worker no longer holds the images: the next attempt carries their bytes."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """Record a failed attempt that is followed by another one, or by the end of the choice."""
+
+    worker: Worker
+    error: BatonError
+    is_last: bool
+
+
+Instruction = (
+    OpenDecode
+    | OpenPrefill
+    | Computed
+    | HasKv
+    | NoteTransfer
+    | Emit
+    | Reach
+    | PrepareMove
+    | KeepOldCall
+    | LeaveCalls
+    | GoBack
+    | WorkerLeaves
+    | LacksImages
+    | Failing
+)
+
+
+# -- how the next event comes ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FindPlace:
+    """Choose workers, without those of `ChoiceMachine.avoid`."""
+
+    is_move: bool = False
+    """The workers are those of the prepared migration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Wait for an event of one of the sources. If several have one, the first source comes first."""
+
+    sources: tuple[Source, ...]
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The choice is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The choice ends with this error."""
+
+    error: BatonError
+
+
+Then = FindPlace | Await | End | GiveUp
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Instructions to carry out in this order, and how the next event comes."""
+
+    instructions: tuple[Instruction, ...]
+    then: Then
+
+
+DECODE, PREFILL, MIGRATION = Source.DECODE, Source.PREFILL, Source.MIGRATION
+AWAIT_DECODE = Await((DECODE,))
+PLACE, MOVE = FindPlace(), FindPlace(is_move=True)
+LEAVE_CALLS, HAS_KV = LeaveCalls(), HasKv()
+END = End()
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoiceMachine:
+    """The state of one choice. `on` changes it."""
+
+    state: State = State.PLACING
+    num_attempts: int = 0
+    """Attempts that have ended."""
+    retries: int = 0
+    """Failed attempts that were followed by another one."""
+    avoid: Avoidance = NOTHING
+    """Workers and modes that the next placement avoids because of the failures."""
+    carries_images: bool = False
+    """The next attempt carries all images, because a worker lacked them or failed."""
+    _begun: Begun = Begun(max_attempts=1)
+    _num_emitted: int = 0
+    """Tokens of the answer so far."""
+    _failures: tuple[Failure, ...] = ()
+    """Consecutive failures, see `router.serve.retry`."""
+    _placement: Placement | None = None
+    _held: NewTokens | CallFailed | None = None
+    """The decode worker's message that came before the first token, or the last tokens in state REPORTING."""
+    _lacks_report: bool = field(default=False)
+    """The prefill worker has not reported the end of the KV transfer yet."""
+    _is_moving: bool = False
+    """A migration is being prepared."""
+
+    def on(self, event: Event) -> Step:
+        """Handle an event, and return what to do and how the next event comes.
+
+        The event must be one that the last step asked for, or `Refused` before the first token, or `Answered`.
+        """
+        match event:
+            case NewTokens():
+                return self._tokens(event)
+            case Begun():
+                self._begun, self._num_emitted = event, event.num_emitted
+                return Step((), PLACE)
+            case Placed(placement):
+                return self._placed(placement)
+            case Ticket():
+                assert self.state is State.RESERVING
+                self.state = State.PREFILLING
+                return Step((OpenPrefill(event),), Await((PREFILL, DECODE)))
+            case FirstToken():
+                return self._first_token(event)
+            case Transferred():
+                self._lacks_report = False
+                return self._after_report((NoteTransfer(event),))
+            case Migrate():
+                return self._migrate(event)
+            case MoveReady():
+                return self._end_attempt((KeepOldCall(), LEAVE_CALLS, GoBack()), MOVE)
+            case Stays():
+                self._is_moving = False
+                return Step((), self._await_tokens())
+            case CallFailed():
+                return self._call_failed(event)
+            case TimeUp():
+                return self._time_up()
+            case Refused(error):
+                self.state = State.ENDED
+                return Step((LEAVE_CALLS,), GiveUp(error))
+            case Answered():
+                self.state = State.ENDED
+                return Step((LEAVE_CALLS,), END)
+
+    def _placed(self, placement: Placement) -> Step:
+        assert self.state is State.PLACING
+        self._placement, self._held, self._lacks_report, self._is_moving = placement, None, False, False
+        is_disaggregated = placement.mode is Mode.DISAGGREGATED
+        self.state = State.RESERVING if is_disaggregated else State.COMPUTING
+        return Step((OpenDecode(await_kv=is_disaggregated),), AWAIT_DECODE)
+
+    def _first_token(self, first: FirstToken) -> Step:
+        assert self.state is State.PREFILLING
+        token_ids = () if first.token_id is None else (first.token_id,)
+        tokens = NewTokens(token_ids=token_ids, finish_reason=first.finish_reason, scores=first.scores)
+        did = (Computed(first.report), *self._emitted(tokens))
+        if first.finish_reason is not None:
+            return self._finish(did)
+        self.state, self._lacks_report = State.TRANSFERRING, True
+        if self._held is None:
+            return Step(did, Await((DECODE, PREFILL)))
+        held, self._held = self._held, None
+        after = self.on(held)
+        return Step((*did, *after.instructions), after.then)
+
+    def _tokens(self, tokens: NewTokens) -> Step:
+        did: tuple[Instruction, ...] = ()
+        match self.state:
+            case State.PREFILLING:  # they cannot precede the prompt, but the prefill worker's message may be on its way
+                self._held = tokens
+                return Step((), Await((PREFILL,)))
+            case State.COMPUTING:
+                did = (HAS_KV, Computed(tokens.report or PrefillReport()))
+            case State.TRANSFERRING:
+                did = (HAS_KV,)
+        self.state = State.DECODING
+        if tokens.finish_reason is None:
+            return Step((*did, *self._emitted(tokens)), self._await_tokens())
+        if self._lacks_report:
+            # The decode worker has the KV. A prefill worker that dies or stalls now must not fail the choice.
+            self.state, self._held = State.REPORTING, tokens
+            return Step(did, Await((PREFILL,), REPORT_S))
+        return self._finish((*did, *self._emitted(tokens)))
+
+    def _migrate(self, order: Migrate) -> Step:
+        if self.state is not State.DECODING:  # it has decoded nothing, so there is no KV to migrate
+            return self._leave(None)
+        did: tuple[Instruction, ...] = ()
+        if self._begun.is_search:
+            if not order.hypotheses.running:  # the search cannot migrate: its worker completes it
+                return Step((), self._await_tokens())
+            did = (Reach(order.hypotheses),)
+        if not self._is_moving:
+            self._is_moving = True
+            did = (*did, PrepareMove())
+        return Step(did, self._await_tokens())
+
+    def _call_failed(self, failed: CallFailed) -> Step:
+        if failed.source is PREFILL and self.state in (State.DECODING, State.REPORTING):
+            self._lacks_report = False
+            return self._after_report(())
+        if self.state is State.PREFILLING and failed.source is DECODE and isinstance(failed.error, TransferCancelled):
+            # No failure if the first token is also the last: the prefill worker then cancels the transfer, and its own
+            # message may arrive shortly after the decode worker's.
+            self._held = failed
+            return Step((), Await((PREFILL,), REPORT_S))
+        return self._fail(failed)
+
+    def _time_up(self) -> Step:
+        if self.state is State.REPORTING:
+            return self._after_report(())
+        assert isinstance(self._held, CallFailed)
+        return self._fail(self._held)
+
+    def _after_report(self, did: tuple[Instruction, ...]) -> Step:
+        """Go on when the prefill worker has reported, or does not."""
+        if self.state is State.TRANSFERRING:
+            return Step(did, AWAIT_DECODE)
+        if self.state is State.DECODING:
+            return Step(did, self._await_tokens())
+        assert isinstance(self._held, NewTokens)
+        return self._finish((*did, *self._emitted(self._held)))
+
+    def _fail(self, failed: CallFailed) -> Step:
+        error, worker = failed.error, failed.worker
+        if isinstance(error, InvalidRequest):  # other workers would reject it, too
+            self.state = State.ENDED
+            return Step((LEAVE_CALLS,), GiveUp(error))
+        if isinstance(error, WorkerDraining):
+            return self._leave(worker)
+        has_carried, self.carries_images = self.carries_images, self._begun.has_images
+        if isinstance(error, ImagesMissing) and self._begun.has_images and not has_carried:
+            return self._end_attempt((LEAVE_CALLS, GoBack(), LacksImages(worker)), PLACE)
+        assert self._placement is not None
+        failure = Failure(worker=worker.info, error=error, placement=self._placement, num_emitted=self._num_emitted)
+        self._failures = consecutive(self._failures, failure)
+        is_last = is_used_up(self._failures, self._begun.max_attempts)
+        did = (LEAVE_CALLS, GoBack(), Failing(worker, error, is_last))
+        if is_last:
+            self.state = State.ENDED
+            return Step(did, GiveUp(given_up(self._failures)))
+        self.avoid, self.retries = to_avoid(self._failures), self.retries + 1
+        return self._end_attempt(did, PLACE)
+
+    def _leave(self, worker: Worker | None) -> Step:
+        return self._end_attempt((LEAVE_CALLS, WorkerLeaves(worker)), PLACE)
+
+    def _end_attempt(self, did: tuple[Instruction, ...], then: Then) -> Step:
+        self.num_attempts += 1
+        self.state = State.PLACING
+        return Step(did, then)
+
+    def _finish(self, did: tuple[Instruction, ...]) -> Step:
+        self.num_attempts += 1
+        self.state = State.ENDED
+        return Step((*did, LEAVE_CALLS), END)
+
+    def _emitted(self, tokens: NewTokens) -> tuple[Instruction, ...]:
+        if not (tokens.token_ids or tokens.num_searched or tokens.finish_reason is not None):
+            return ()
+        self._num_emitted += len(tokens.token_ids)
+        return (Emit(tokens),)
+
+    def _await_tokens(self) -> Await:
+        if not (self._lacks_report or self._is_moving):
+            return AWAIT_DECODE
+        sources = (DECODE, *((PREFILL,) if self._lacks_report else ()), *((MIGRATION,) if self._is_moving else ()))
+        return Await(sources)
