@@ -222,9 +222,7 @@ def build(config: Config) -> Router:
     usage_book = UsageBook(usage_file, store.marks, instruments, registry.num_routers)
     service = RouterService(
         model,
-        dispatcher=_dispatcher(
-            config, store, pools, client=client, decisions=decisions, instruments=instruments, keys=keys
-        ),
+        driver=_driver(config, store, pools, client=client, decisions=decisions, instruments=instruments, keys=keys),
         looker=ImageLooker(pools=pools, client=client, config=config.router),
         limiter=Limiter(config.router.max_in_flight),
         accounts=accounts,
@@ -360,7 +358,7 @@ def _operations(
     )
 
 
-def _dispatcher(
+def _driver(
     config: Config,
     store: _Store,
     pools: PoolView,

@@ -94,7 +94,7 @@ class RouterService:
         self,
         model: LoadedModel,
         *,
-        dispatcher: ChoiceDriver,
+        driver: ChoiceDriver,
         looker: ImageLooker,
         limiter: Limiter,
         accounts: Accounts,
@@ -112,7 +112,7 @@ class RouterService:
         self.bodies = BodyBook(self.requests, instruments, model.facts.id)
         self._worker_limit = worker_limit
         self._adapters = adapters
-        self._dispatcher = dispatcher
+        self._driver = driver
         self._looker = looker
         self._image_memory = ImageMemory(config)
         self._limiter = limiter
@@ -144,7 +144,7 @@ class RouterService:
 
     def is_crowded(self) -> bool:
         """Return whether the router is at capacity: requests are refused, or wait long for a worker."""
-        return self._limiter.is_crowded or self._dispatcher.is_crowded
+        return self._limiter.is_crowded or self._driver.is_crowded
 
     @property
     def in_flight(self) -> tuple[int, int]:
@@ -244,7 +244,7 @@ class RouterService:
                             for ready in selection.take(settle.drawn(chunk)):
                                 yield settle.book(ready)
                                 call.goes_on()
-                    async with contextlib.aclosing(self._dispatcher.run(group.unanswered())) as messages:
+                    async with contextlib.aclosing(self._driver.run(group.unanswered())) as messages:
                         async for choice, message in messages:
                             for chunk in await self._written(choice, message, writers[choice]):
                                 for ready in selection.take(settle.drawn(chunk)):
@@ -257,7 +257,7 @@ class RouterService:
         chunks = await writer.write(message.token_ids, message.finish_reason, message.scores)
         if writer.has_ended:
             choice.is_answered = True
-            self._dispatcher.answered(choice, writer.num_tokens)
+            self._driver.answered(choice, writer.num_tokens)
         if choice.prompt_scores is None or not chunks:
             return chunks
         return [_with_prompt_scores(chunks[0], choice), *chunks[1:]]

@@ -1,7 +1,14 @@
-"""Serves choices on the workers: places each attempt, makes its calls, and learns from its failure.
+"""Serves choices on the workers.
 
-`ChoiceDriver` is the entry point: service -> dispatcher (place, attempt, learn) -> exchange (the calls of one attempt).
-Before that, `ImageLooker` has workers look at the images of a request.
+machine         the life of a choice: a pure state machine
+driver          carries out its steps: places the choice, makes its calls, and passes the workers' messages to it
+choice          the state of a choice, and of one attempt
+selector        chooses workers over the current pools, and waits for them
+worker_client   the calls to workers
+migration       prepares another worker for a choice whose worker leaves
+retry           what the next placement avoids after failures
+reports, events, decisions    what is recorded
+images          has workers look at the images of a request before it is placed
 """
 
 from router.serve.choice import Choice, ChoiceGroup

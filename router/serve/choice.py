@@ -31,7 +31,7 @@ from router.slo import StageLog
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Choice:
-    """One choice of a request. The dispatcher and the service update it while it runs."""
+    """One choice of a request. The driver and the service update it while it runs."""
 
     spec: SequenceSpec
     """The prompt and the parameters of the request; attempts add the tokens emitted so far."""
@@ -55,7 +55,7 @@ class Choice:
     """True if the client has tokens of it from an earlier call."""
     is_answered: bool = False
     """True if the client needs no more tokens, because the engine or a stop string ended the answer. The service sets
-    it; the dispatcher then cancels the running attempt."""
+    it; the driver then cancels the running attempt."""
 
     machine: ChoiceMachine = field(default_factory=ChoiceMachine)
     """Where it is on its way, and what its failures mean for the next placement."""

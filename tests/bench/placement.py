@@ -1,6 +1,6 @@
 """The router's own cost of a decision, as workers and cached blocks grow: no network, no engine.
 
-A decision is what the dispatcher does for a request before it calls a worker: look its block keys up in the mirror, see
+A decision is what the driver does for a request before it calls a worker: look its block keys up in the mirror, see
 the workers as they are now, weigh them, ask admission, and count the request where it goes; the oldest request ends
 meanwhile. Every worker holds the first block, and otherwise keys of its own. Beside it stand hashing the keys, which
 comes before, and how fast the mirror takes events.

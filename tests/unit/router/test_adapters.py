@@ -59,8 +59,8 @@ def router(tokenizer: Tokenizer) -> Iterator[Router]:
 
 
 def adapters_asked(router: Router) -> list[Adapter | None]:
-    assert isinstance(router.dispatcher, Keeping)
-    return router.dispatcher.adapters
+    assert isinstance(router.driver, Keeping)
+    return router.driver.adapters
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -175,8 +175,8 @@ async def test_a_resumed_answer_is_not_spliced_from_two_adapters_of_one_name(
     has_other_weights: bool,
 ) -> None:
     """Another router has recorded two tokens; then an operator replaced the weights under the name."""
-    dispatcher = Interrupted()
-    router = Router(tokenizer, dispatcher)
+    driver = Interrupted()
+    router = Router(tokenizer, driver)
     router.adapters = {POET.name: POET}
     request = asked(token_ids=ids(3, 4), model=POET.name, request_id="r", sampling={"max_tokens": 4, "seed": 1})
     digests: list[bytes] = []
@@ -194,7 +194,7 @@ async def test_a_resumed_answer_is_not_spliced_from_two_adapters_of_one_name(
         await _served(router, request)
     finally:
         router.close()
-    assert dispatcher.emitted == [[5, 6], [] if has_other_weights else [5, 6]]
+    assert driver.emitted == [[5, 6], [] if has_other_weights else [5, 6]]
 
 
 async def _served(router: Router, request: inference_pb2.GenerateRequest) -> None:

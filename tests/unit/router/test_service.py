@@ -1,7 +1,7 @@
 """A request that cannot be served is refused at either endpoint with a sentence, before any worker hears of it.
 
 The endpoints are the real ones, gRPC on a socket and HTTP in the process, over the real service and the default model's
-tokenizer. Its dispatcher notes whether it was asked.
+tokenizer. Its driver notes whether it was asked.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MODEL = "smollm2-135m-instruct"
 
 
 class OneToken:
-    """A dispatcher without workers: each choice it is asked for is one token long."""
+    """A driver without workers: each choice it is asked for is one token long."""
 
     is_crowded = False
 
@@ -80,7 +80,7 @@ class OneToken:
 
 
 class TwoTokens(OneToken):
-    """A dispatcher whose choices have two tokens and never come to their end."""
+    """A driver whose choices have two tokens and never come to their end."""
 
     async def run(self, group: ChoiceGroup) -> AsyncIterator[tuple[Choice, NewTokens]]:
         self.num_asked += 1
@@ -92,7 +92,7 @@ class TwoTokens(OneToken):
 
 
 class ManyTokens(OneToken):
-    """A dispatcher whose choices have more tokens than gRPC sends to a client that reads none.
+    """A driver whose choices have more tokens than gRPC sends to a client that reads none.
 
     Args:
         ends: whether they come to their end.
@@ -123,14 +123,14 @@ class Router:
     """Both endpoints of a router.
 
     Attributes:
-        dispatcher: what its workers would have been asked.
+        driver: what its workers would have been asked.
         adapters: those that are registered.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        dispatcher: OneToken | None = None,
+        driver: OneToken | None = None,
         answers: AnswerFormat = PLAIN,
         max_model_len: int = 8192,
     ) -> None:
@@ -141,9 +141,9 @@ class Router:
             default_sampling=tokenizer.default_sampling,
             default_max_tokens=RouterConfig().default_max_tokens,
         )
-        self.dispatcher = dispatcher or OneToken()
+        self.driver = driver or OneToken()
         self.adapters: Adapters = NO_ADAPTERS
-        stand_in: Any = self.dispatcher
+        stand_in: Any = self.driver
         instruments = self.instruments = Instruments(cluster_status)
         self.limiter = Limiter(RouterConfig().max_in_flight)
         self.pools = PoolView(lambda keys: {}, time.monotonic)
@@ -161,7 +161,7 @@ class Router:
                 content_id="content",
                 facts=facts,
             ),
-            dispatcher=stand_in,
+            driver=stand_in,
             looker=ImageLooker(pools=self.pools, client=self.client, config=RouterConfig()),
             limiter=self.limiter,
             accounts=self.accounts,
@@ -301,7 +301,7 @@ async def test_a_bad_request_is_refused_with_a_sentence_and_no_worker_hears_of_i
     is_unknown = part_of_sentence == "not served here"
     assert code is (grpc.StatusCode.NOT_FOUND if is_unknown else grpc.StatusCode.INVALID_ARGUMENT)
     assert part_of_sentence in sentence
-    assert router.dispatcher.num_asked == 0
+    assert router.driver.num_asked == 0
 
 
 @pytest.mark.parametrize("place", ["", "sampling.", "chat.messages[0]."])
@@ -312,7 +312,7 @@ async def test_a_field_of_a_newer_release_is_refused_by_number(router: Router, p
     code, sentence = await router.refusal(message)
     assert code is grpc.StatusCode.UNIMPLEMENTED
     assert re.search(rf"has a field {re.escape(place)}99 that this release does not", sentence)
-    assert router.dispatcher.num_asked == 0
+    assert router.driver.num_asked == 0
 
 
 WHOLE = (0, 1, 2, 5, 16, 17, 300, 49151, 49152, 2**31 - 1, 2**32 - 1, 2**63 - 1, -1, -5, -(2**31), -(2**63))
@@ -420,7 +420,7 @@ async def test_a_call_is_taken_over_from_the_task_that_awaits_it_not_from_the_on
 async def test_a_good_request_is_passed_on(router: Router) -> None:
     async with router.inference() as inference:
         tokens = [token async for part in inference.Generate(asked(text="a"), timeout=30) for token in part.token_ids]
-    assert (tokens, router.dispatcher.num_asked) == ([5], 1)
+    assert (tokens, router.driver.num_asked) == ([5], 1)
 
 
 COMPLETION = {"prompt": "hi", "max_tokens": 2}
@@ -542,7 +542,7 @@ async def test_an_odd_body_gets_an_answer_of_openais_shape_and_no_worker_hears_o
 ) -> None:
     response = await router.post(path, body)
     assert response.status_code == status, response.text
-    assert router.dispatcher.num_asked == (status == 200)
+    assert router.driver.num_asked == (status == 200)
     if status != 200:
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
@@ -592,7 +592,7 @@ async def test_a_client_that_does_not_read_is_seen_after_few_tokens_where_others
     router = Router(tokenizer, ManyTokens(ends=False, num=40))
     if crowded == "as one was refused":
         is_crowded(router)
-    router.dispatcher.is_crowded = crowded == "as one waits"
+    router.driver.is_crowded = crowded == "as one waits"
     async with router.inference() as inference, asyncio.timeout(60):
         call = inference.Generate(asked(text="a", sampling={"max_tokens": 41}))
         await until(lambda: router.limiter.num_in_flight == 1)
@@ -645,7 +645,7 @@ async def test_what_is_too_much_is_refused_by_its_number(
     router: Router, body: dict[str, Any], part_of_sentence: str
 ) -> None:
     answer = await router.post("/v1/completions", body)
-    assert (answer.status_code, router.dispatcher.num_asked) == (400, 0)
+    assert (answer.status_code, router.driver.num_asked) == (400, 0)
     assert part_of_sentence in answer.json()["error"]["message"]
 
 

@@ -1,4 +1,4 @@
-"""A cluster in one process, without Redis: dispatchers, workers with the arithmetic engine, real gRPC and links."""
+"""A cluster in one process, without Redis: drivers, workers with the arithmetic engine, real gRPC and links."""
 
 from __future__ import annotations
 

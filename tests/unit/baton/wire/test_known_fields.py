@@ -338,14 +338,14 @@ async def dispatching(
         await pools.update([leased(name, address, fields, roles[name]) for name, fields in known.items()])
         instruments = Instruments(builders.cluster_status)
         hints, config = HintTracker(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=worker_wait_s)
-        dispatcher = ChoiceDriver(
+        driver = ChoiceDriver(
             pools=pools, client=calls, hints=hints, decisions=DecisionLog(), config=config, instruments=instruments
         )
 
         async def serve(spec: SequenceSpec, choice: Choice) -> list[int]:
             choice.spec = spec
             choice.claim = builders.claim()
-            messages = dispatcher.run(ChoiceGroup(choices=(choice,)))
+            messages = driver.run(ChoiceGroup(choices=(choice,)))
             return [token async for _, message in messages for token in message.token_ids]
 
         yield pools, serve
@@ -362,7 +362,7 @@ async def test_a_request_goes_only_to_workers_that_know_all_of_it(mode: str) -> 
                 assert await serve(
                     replace(spec, token_ids=(*range(index, index + 50),), num_prompt_tokens=50), record
                 ) == [5]
-                assert record.retries == 0
+                assert record.machine.retries == 0
                 names |= {record.decode_worker, record.prefill_worker} - {""}
     assert served[WITH_MIN_P] == ({"d-new", "p-new"} if mode == "disaggregated" else {"d-new"})
     assert served[SPEC] == (known.keys() if mode == "disaggregated" else {"d-new", "d-old"})
@@ -390,13 +390,13 @@ async def test_a_choice_that_has_begun_waits_for_a_worker_that_knows_all_of_it()
     async with dispatching(workers, {"old": OLDER, "new": wire.KNOWN_FIELDS}) as (pools, serve):
         record = new_choice()
         serving = asyncio.create_task(serve(WITH_MIN_P, record))
-        await until(lambda: record.retries)
+        await until(lambda: record.machine.retries)
         old, new = pools.get("old"), pools.get("new")
         await pools.update([old])
         await asyncio.sleep(0.05)
         await pools.update([old, replace(new, info=replace(new.info, epoch=2))])
         assert await serving == [5]
-    assert (record.decode_worker, record.retries) == ("new", 1)
+    assert (record.decode_worker, record.machine.retries) == ("new", 1)
 
 
 async def test_a_worker_that_says_it_does_not_know_is_not_asked_again() -> None:
@@ -404,7 +404,7 @@ async def test_a_worker_that_says_it_does_not_know_is_not_asked_again() -> None:
     async with dispatching(workers, dict.fromkeys("ab", wire.KNOWN_FIELDS)) as (_, serve):
         record = new_choice()
         assert await serve(SPEC, record) == [5]
-        assert (len(workers.asked), record.retries) == (2, 1)
+        assert (len(workers.asked), record.machine.retries) == (2, 1)
         workers.failures = [Unsupported("no riddles"), Unsupported("none here")]
         with pytest.raises(Unsupported, match="none here"):
             await serve(SPEC, new_choice())

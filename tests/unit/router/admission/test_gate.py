@@ -253,7 +253,7 @@ def test_whatever_is_predicted_the_accounting_is_right_and_shedding_is_fair(
 
 
 class Router:
-    """A gate and a load book of one worker, used as the dispatcher does, at one moment."""
+    """A gate and a load book of one worker, used as the driver does, at one moment."""
 
     def __init__(self) -> None:
         costs = step_costs(s_per_token=1e-3)

@@ -63,7 +63,7 @@ def recordings() -> Iterator[Any]:
 
 
 class Scripted(OneToken):
-    """A dispatcher that writes a text, or the shortest answer that its structure allows."""
+    """A driver that writes a text, or the shortest answer that its structure allows."""
 
     def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
         super().__init__()

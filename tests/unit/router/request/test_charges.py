@@ -24,7 +24,7 @@ PROMPT = TokenIds((1, 2, 3))
 
 
 class Computes(OneToken):
-    """A dispatcher whose answers all have the same tokens, several to a message.
+    """A driver whose answers all have the same tokens, several to a message.
 
     Attributes:
         answer: of every choice.

@@ -67,8 +67,8 @@ async def served(
 ) -> AsyncIterator[tuple[Router, Bench]]:
     """A router's service over workers that follow a script."""
     async with bench_of(workers, roles, mode) as bench:
-        dispatcher: Any = bench.dispatcher
-        router = Router(tokenizer, dispatcher)
+        driver: Any = bench.driver
+        router = Router(tokenizer, driver)
         try:
             yield router, bench
         finally:
@@ -221,7 +221,7 @@ def test_what_cannot_be_asked_for_is_refused(wanted: dict[str, Any]) -> None:
 
 
 class SometimesFails(OneToken):
-    """A dispatcher whose workers fail at two requests."""
+    """A driver whose workers fail at two requests."""
 
     async def run(self, group: ChoiceGroup) -> AsyncIterator[tuple[Choice, NewTokens]]:
         if group.choices[0].spec.request_id in ("r1", "r2"):

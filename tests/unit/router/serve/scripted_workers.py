@@ -1,4 +1,4 @@
-"""Workers that follow a script, and a real dispatcher of theirs: what a stream goes through, in milliseconds."""
+"""Workers that follow a script, and a real driver of theirs: what a stream goes through, in milliseconds."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Clock:
 
 
 class Bench:
-    """A dispatcher, and what it sees of its workers."""
+    """A driver, and what it sees of its workers."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Bench:
         self.pools = PoolView(lambda keys: dict(held), self.clock.monotonic)
         self.instruments = Instruments(builders.cluster_status)
         hints = HintTracker(Mirror(), self.instruments)
-        self.dispatcher = ChoiceDriver(
+        self.driver = ChoiceDriver(
             pools=self.pools,
             client=client,
             hints=hints,
@@ -149,7 +149,7 @@ class Bench:
         """The tokens of one choice, as they come."""
         choice = choice or new_choice()
         choice.spec, choice.claim = spec, claim
-        async with contextlib.aclosing(self.dispatcher.run(ChoiceGroup(choices=(choice,)))) as messages:
+        async with contextlib.aclosing(self.driver.run(ChoiceGroup(choices=(choice,)))) as messages:
             async for _, message in messages:
                 for token_id in message.token_ids:
                     yield token_id

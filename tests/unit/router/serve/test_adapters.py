@@ -137,9 +137,9 @@ async def test_an_answer_migrates_only_to_a_worker_that_serves_adapters() -> Non
         await bench.lease("d1", Role.DECODE)
         choice = new_choice()
         choice.spec = OF_POET
-        assert bench.dispatcher._selector.destination(choice, OF_POET, {"d0"}) is None
+        assert bench.driver._selector.destination(choice, OF_POET, {"d0"}) is None
         await able(bench, d2=Role.DECODE)
-        found = bench.dispatcher._selector.destination(choice, OF_POET, {"d0"})
+        found = bench.driver._selector.destination(choice, OF_POET, {"d0"})
         assert found is not None
         assert found[0].decode_worker == "d2"
         await tokens.aclose()

@@ -438,16 +438,16 @@ async def test_it_is_crowded_while_a_choice_waits_long_for_room(monkeypatch: pyt
     async with bench_of(workers, PAIR, mode) as bench:
         tokens = asyncio.create_task(collected(bench.tokens()))
         await until(lambda: bool(workers.requests))
-        assert not bench.dispatcher.is_crowded
-        await until(lambda: bench.dispatcher.is_crowded)
+        assert not bench.driver.is_crowded
+        await until(lambda: bench.driver.is_crowded)
         has_room.set()
-        await until(lambda: not bench.dispatcher.is_crowded)
+        await until(lambda: not bench.driver.is_crowded)
         await asyncio.sleep(0.3)
-        assert not bench.dispatcher.is_crowded
+        assert not bench.driver.is_crowded
         computes.set()
         goes_on.set()
         assert (await tokens)[-1] == 5
-        assert not bench.dispatcher.is_crowded
+        assert not bench.driver.is_crowded
 
 
 async def test_it_is_not_crowded_while_a_prompt_is_computed_as_long_as_was_predicted(
@@ -463,7 +463,7 @@ async def test_it_is_not_crowded_while_a_prompt_is_computed_as_long_as_was_predi
         await asyncio.sleep(0.3)
         assert record.decision is not None
         assert record.decision.prediction.compute_s > 5
-        assert not bench.dispatcher.is_crowded
+        assert not bench.driver.is_crowded
         tokens.cancel()
         await asyncio.wait([tokens])
 
@@ -490,7 +490,7 @@ async def test_the_queues_forget_a_prompt_when_it_is_computed(mode: Mode) -> Non
     else:
         workers = ScriptedWorkers(decode=[[waits, NewTokens(token_ids=(4,), finish_reason=None), ends, LAST]])
     async with bench_of(workers, PAIR, mode) as bench:
-        gate, books = bench.dispatcher._gate, bench.pools._loads.values()
+        gate, books = bench.driver._gate, bench.pools._loads.values()
         answer = bench.tokens()
         first = asyncio.ensure_future(anext(answer))
         await until(lambda: any(gate._queues.values()))
@@ -623,9 +623,9 @@ async def test_a_kv_transfer_is_priced_as_it_was_measured() -> None:
     slow = Transferred(num_bytes=1, num_chunks=1, transfer_s=5.0, exposed_s=4.0)
     workers = ScriptedWorkers(decode=[[ticket, LAST]], prefill=[[first, slow]])
     async with bench_of(workers, PAIR, "disaggregated") as bench:
-        before = bench.dispatcher._selector.prices.prices
+        before = bench.driver._selector.prices.prices
         assert await collected(bench.tokens(new_choice())) == [5, 5]
-        after = bench.dispatcher._selector.prices.prices
+        after = bench.driver._selector.prices.prices
     assert after.exposed_s + NUM_PROMPT * after.exposed_s_per_token > 0.1
     assert before.exposed_s + NUM_PROMPT * before.exposed_s_per_token < 0.01
     assert (after.pull_s, after.pull_s_per_token) == (before.pull_s, before.pull_s_per_token)
@@ -671,7 +671,7 @@ async def test_one_search_finds_all_choices(deaths: int) -> None:
     workers = ScriptedWorkers(decode=[*[dying] * deaths, [begun, found(7, 8, 9)]])
     async with bench_of(workers, {"d": Role.DECODE, "e": Role.DECODE, "f": Role.DECODE}, "aggregated") as bench:
         group, came = search_of(2, 3), []
-        async for choice, message in bench.dispatcher.run(group):
+        async for choice, message in bench.driver.run(group):
             if message.finish_reason is not None:
                 choice.is_answered = True
                 came.append((choice.index, message.token_ids, message.finish_reason))
@@ -697,7 +697,7 @@ async def test_a_search_that_has_begun_is_not_given_up_for_its_first_token(monke
         group = search_of(1, 3)
         objective = replace(NO_OBJECTIVE, ttft_s=50.0)
         group.choices[0].claim = replace(CLAIM, objective=objective, arrived_s=time.monotonic())
-        came = [message.token_ids async for _, message in bench.dispatcher.run(group)]
+        came = [message.token_ids async for _, message in bench.driver.run(group)]
     assert came == [(7,)]
 
 
@@ -730,7 +730,7 @@ async def test_a_search_counts_its_beams_tokens_and_those_of_a_search_that_died_
     workers = ScriptedWorkers(decode=[[begun, going_on, going_on, GONE], [begun, going_on, last]])
     async with bench_of(workers, {"d": Role.DECODE, "e": Role.DECODE}, "aggregated") as bench:
         group = search_of(1, 3)
-        assert [message.token_ids async for _, message in bench.dispatcher.run(group)] == [(7,)]
+        assert [message.token_ids async for _, message in bench.driver.run(group)] == [(7,)]
     assert group.num_computed == 7
 
 
@@ -740,7 +740,7 @@ async def test_a_search_that_is_left_counts_what_it_was_until_then() -> None:
     workers = ScriptedWorkers(decode=[[begun, going_on]])
     async with bench_of(workers, {"d": Role.DECODE}, "aggregated") as bench:
         group = search_of(1, 3)
-        reading = asyncio.ensure_future(anext(aiter(bench.dispatcher.run(group))))
+        reading = asyncio.ensure_future(anext(aiter(bench.driver.run(group))))
         await until(lambda: group.num_computed == 4)
         await cancel_and_wait((reading,))
 
@@ -768,7 +768,7 @@ async def test_a_search_goes_on_elsewhere_from_where_it_was() -> None:
         group = search_of(1, 3)
         choice = group.choices[0]
         choice.spec = replace(choice.spec, sampling=replace(choice.spec.sampling, prompt_logprobs=1))
-        came = [message.token_ids async for _, message in bench.dispatcher.run(group)]
+        came = [message.token_ids async for _, message in bench.driver.run(group)]
     assert came == [(7,)]
     first, *later = (request.sequence for request in workers.requests)
     assert not first.hypotheses.running
@@ -797,7 +797,7 @@ async def test_tokens_of_a_search_that_its_next_worker_draws_again_count_once() 
         group = search_of(1, 3)
 
         async def heard() -> list[tuple[int, ...]]:
-            return [message.token_ids async for _, message in bench.dispatcher.run(group)]
+            return [message.token_ids async for _, message in bench.driver.run(group)]
 
         hearing = asyncio.ensure_future(heard())
         await until(lambda: group.num_computed == 7)
@@ -813,7 +813,7 @@ async def test_a_search_stays_on_a_worker_that_leaves_where_its_state_does_not_t
     async with bench_of(workers, {"d": Role.DECODE, "e": Role.DECODE}, "aggregated") as bench:
         group = search_of(1, 3)
         asyncio.get_running_loop().call_later(0.2, has_ended.set)
-        assert [message.token_ids async for _, message in bench.dispatcher.run(group)] == [(7,)]
+        assert [message.token_ids async for _, message in bench.driver.run(group)] == [(7,)]
     assert len(workers.requests) == 1
     assert group.choices[0].machine.retries == 0
 
@@ -822,7 +822,7 @@ async def test_a_search_that_finds_too_few_answers_says_so() -> None:
     workers = ScriptedWorkers(decode=[[found(7)]])
     async with bench_of(workers, {"d": Role.DECODE}, "aggregated") as bench:
         with pytest.raises(InvalidRequest, match="n is 2, but the beam search found only 1 answers"):
-            [message async for message in bench.dispatcher.run(search_of(2, 3))]
+            [message async for message in bench.driver.run(search_of(2, 3))]
 
 
 async def test_choices_are_served_side_by_side_each_to_its_end() -> None:
@@ -830,7 +830,7 @@ async def test_choices_are_served_side_by_side_each_to_its_end() -> None:
     async with bench_of(workers, TWO, "aggregated") as bench:
         group = group_of(2)
         came: dict[int, list[int]] = {0: [], 1: []}
-        async for choice, message in bench.dispatcher.run(group):
+        async for choice, message in bench.driver.run(group):
             came[choice.index] += message.token_ids
         await workers.servicer.wait_until_idle()
     assert came == {choice.index: choice.emitted for choice in group.choices}
@@ -855,7 +855,7 @@ async def test_the_prompt_of_several_choices_is_computed_and_transferred_once() 
     )
     async with bench_of(workers, TRIO, "disaggregated") as bench:
         group, came = group_of(3), list[int]()
-        async for choice, message in bench.dispatcher.run(group):
+        async for choice, message in bench.driver.run(group):
             if not came:
                 assert (choice.index, message.token_ids) == (0, (4,))
                 assert not choice.has_begun.is_set(), "the others wait for that"
@@ -879,7 +879,7 @@ async def test_choices_go_their_own_way_where_the_first_one_needs_no_kv_transfer
     )
     async with bench_of(workers, TRIO, "disaggregated") as bench:
         group = group_of(3)
-        async for _ in bench.dispatcher.run(group):
+        async for _ in bench.driver.run(group):
             pass
         await workers.servicer.wait_until_idle()
     assert [choice.mode for choice in group.choices] == ["disaggregated"] * 3
@@ -893,17 +893,13 @@ async def test_choices_go_their_own_way_where_the_first_ones_worker_leaves() -> 
         leader, follower = group.choices
         leader.kv_is_on = "d7"
         follower.decode_worker = ""
-        assert (
-            bench.dispatcher._selector.beside(follower, SPEC, bench.dispatcher._selector.prompt(SPEC), leader) is None
-        )
+        assert bench.driver._selector.beside(follower, SPEC, bench.driver._selector.prompt(SPEC), leader) is None
         leader.kv_is_on = "d0"
-        found = bench.dispatcher._selector.beside(follower, SPEC, bench.dispatcher._selector.prompt(SPEC), leader)
+        found = bench.driver._selector.beside(follower, SPEC, bench.driver._selector.prompt(SPEC), leader)
         assert found is not None
         assert found.placement.decode_worker == "d0"
         bench.pools.leaves(bench.pools.get("d0"))
-        assert (
-            bench.dispatcher._selector.beside(follower, SPEC, bench.dispatcher._selector.prompt(SPEC), leader) is None
-        )
+        assert bench.driver._selector.beside(follower, SPEC, bench.driver._selector.prompt(SPEC), leader) is None
 
 
 def test_choices_that_the_client_continues_follow_nobody() -> None:
@@ -918,7 +914,7 @@ async def test_a_choice_that_is_answered_is_left_by_itself() -> None:
     workers = ScriptedWorkers(decode=[answers(1), [*answers(2), ends, LAST]])
     async with bench_of(workers, TWO, "aggregated") as bench:
         group, seen = group_of(2), 0
-        async with contextlib.aclosing(bench.dispatcher.run(group)) as messages:
+        async with contextlib.aclosing(bench.driver.run(group)) as messages:
             async for choice, message in messages:
                 seen += 1
                 if message.token_ids == (1,):
@@ -936,7 +932,7 @@ async def test_a_choice_that_is_answered_is_left_by_itself() -> None:
 async def test_leaving_the_choices_early_leaves_nothing_running(num_choices: int) -> None:
     workers = ScriptedWorkers(decode=[answers(1), answers(2)])
     async with bench_of(workers, TWO, "aggregated") as bench:
-        async with contextlib.aclosing(bench.dispatcher.run(group_of(num_choices))) as messages:
+        async with contextlib.aclosing(bench.driver.run(group_of(num_choices))) as messages:
             await anext(messages)
             await until(lambda: workers.servicer.num_running == num_choices)
         assert no_call_is_read()
@@ -965,7 +961,7 @@ async def test_the_refusal_of_one_choice_ends_all() -> None:
     workers = ScriptedWorkers(decode=[answers(1), [InvalidRequest("not this one")]])
     async with bench_of(workers, TWO, "aggregated") as bench:
         with pytest.raises(InvalidRequest, match="not this one"):
-            async for _ in bench.dispatcher.run(group_of(2)):
+            async for _ in bench.driver.run(group_of(2)):
                 pass
         await workers.servicer.wait_until_idle()
 
@@ -974,11 +970,11 @@ async def test_a_single_choice_that_is_answered_is_asked_for_nothing_more() -> N
     workers = ScriptedWorkers(decode=[answers(1)])
     async with bench_of(workers, TWO, "aggregated") as bench:
         group = group_of(1)
-        async for choice, _ in bench.dispatcher.run(group):
+        async for choice, _ in bench.driver.run(group):
             choice.is_answered = True
         await workers.servicer.wait_until_idle()
         assert group.unanswered().choices == ()
-        assert [message async for message in bench.dispatcher.run(group.unanswered())] == []
+        assert [message async for message in bench.driver.run(group.unanswered())] == []
 
 
 # -- moving ------------------------------------------------------------------------------------------------------------

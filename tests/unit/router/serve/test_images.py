@@ -127,7 +127,7 @@ class Bench:
         self.pools = PoolView(lambda keys: dict(self.num_cached), lambda: 0.0)
         self.looker = ImageLooker(pools=self.pools, client=client, config=config)
         instruments = Instruments(builders.cluster_status)
-        self.dispatcher = ChoiceDriver(
+        self.driver = ChoiceDriver(
             pools=self.pools,
             client=client,
             hints=HintTracker(Mirror(), instruments),
@@ -158,7 +158,7 @@ class Bench:
         spec = replace(builders.sequence_spec(token_ids, max_tokens=2, **more), images=placed)
         group = ChoiceGroup.begin(spec, builders.claim(), Context(), 1, {}, images=images)
         found: list[int] = []
-        async with contextlib.aclosing(self.dispatcher.run(group)) as messages:
+        async with contextlib.aclosing(self.driver.run(group)) as messages:
             async for _, message in messages:
                 found += message.token_ids
         return found, group.choices[0]
