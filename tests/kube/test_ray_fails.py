@@ -123,7 +123,7 @@ def loses_a_raylet(release: Release) -> None:
 
 def stops_a_raylet(release: Release) -> None:
     """Kubernetes does not ask it. The first process kills it after one and a half minutes or more."""
-    fails_once(release, psutil.Process.suspend, "the raylet does not answer: Ray is killed")
+    fails_once(release, psutil.Process.suspend, "the raylet does not answer health checks: Ray is killed")
 
 
 def fails_once(release: Release, harm: Callable[[psutil.Process], None], message: str) -> None:

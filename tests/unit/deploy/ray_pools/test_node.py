@@ -31,7 +31,7 @@ async def test_what_ray_and_workers_write_comes_out_as_log_lines(tmp_path: Path)
         lines = [json.loads(line) for line in here.end().splitlines()]
     assert ("INFO", "ray", "Ray is up") in [(line["level"], line.get("logger"), line["message"]) for line in lines]
     assert sorted((line["level"], line["message"]) for line in lines if line.get("worker") == "decode-0") == [
-        ("ERROR", "decode-0 was killed by SIGKILL (by the kernel, for want of memory?)"),
+        ("ERROR", "decode-0 was killed by SIGKILL (by the kernel, out of memory?)"),
         ("INFO", "  deeper"),
         ("INFO", "Traceback (most"),
         ("INFO", "decode-0 starts"),
@@ -170,7 +170,9 @@ async def test_gpus_of_workers_that_ray_has_forgotten_are_not_given_away(tmp_pat
             await zero.start(order(shows, gpus=["0"], share=1.0), "")
             await one.start(order(shows, gpus=["1"], share=1.0), "")
         async with actor(here, "decode-0") as zero, actor(here, "decode-1") as one, actor(here, "decode-2") as two:
-            with pytest.raises(WorkerFailed, match="the GPUs 0 of decode-2 are in use by decode-0, decode-1, some"):
+            with pytest.raises(
+                WorkerFailed, match="assigned to decode-2 are in use; this node runs decode-0, decode-1;"
+            ):
                 await two.start(order(shows, gpus=["0"], share=1.0), "")
             await zero.adopt(["1"])
             await one.adopt(["0"])
@@ -196,7 +198,7 @@ async def test_ray_is_started_again_while_workers_run(tmp_path: Path) -> None:
             link.send_signal(signal.SIGTERM)
             await link.ended()
         out = here.end()
-    assert "Ray has ended with status 3, and these workers run on: decode-0; it starts again in 2 s" in out
+    assert "Ray has ended with status 3, and these workers serve on: decode-0; starting Ray again in 2 s" in out
     assert not is_alive(second)
 
 
