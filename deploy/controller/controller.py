@@ -128,7 +128,7 @@ class Controller:
         leased = await self._leased(self.state.pools.keys() - found)
         # If the state file is lost, a worker's lease has its role, and its actor has the pool.
         pools = {**self.state.pools, **await self._actors.pools(found - self.state.pools.keys())}
-        if self.config.kubernetes.namespace:  # if Ray's state is lost, too, leases of the release are left
+        if self.config.kubernetes.namespace:  # if Ray's state is lost as well, the release's leases remain
             pools = {**{worker_id: info.role for worker_id, info in leased.items()}, **pools}
         for worker_id, pool in sorted(pools.items()):
             role = self.state.roles.get(worker_id) or (leased[worker_id].role if worker_id in leased else pool)
@@ -144,11 +144,13 @@ class Controller:
         await self._lives.settled([worker for worker in self._lives.workers.values() if worker.task])
 
     async def _leased(self, actorless: Set[str]) -> dict[str, WorkerInfo]:
-        """Return the workers with a lease.
+        """Return the workers with a lease, by worker id.
+
+        Redis may have lost its data at the same time as Ray. This therefore waits until all workers without an actor
+        have renewed their leases: for at most `index.lease_s`, or `ADOPTION_S` if Redis does not answer.
 
         Args:
-            actorless: workers that may serve without an actor. Redis may have lost its data at the same time as Ray, so
-                they get the time to renew their leases; and a Redis that does not answer is asked again for longer.
+            actorless: workers that may serve without an actor.
         """
         began_s = time.monotonic()
         while True:
@@ -345,7 +347,10 @@ class Controller:
         self._follow_specs()
 
     def see_pods(self, layout: NodeLayout, pods: Sequence[NodePod]) -> None:
-        """Update the current pods, for a rollout of the workers' nodes, and for workers whose actor is gone."""
+        """Update the current pods, for a rollout of the workers' nodes.
+
+        A worker that was taken over without an actor gets the pod with its address.
+        """
         self._layout, self._pods = layout, pods
         names = {pod.address: pod.name for pod in pods}
         for worker in self._lives.workers.values():
