@@ -1,4 +1,4 @@
-"""The first process of a Ray node's container: what comes out of it, what probes find. A shell is Ray."""
+"""Node process of a Ray node: its output, its files for probes, and its workers. A shell script replaces Ray."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_a_node_is_ready_while_every_worker_on_it_takes_traffic(tmp_path: 
 
 
 async def test_a_worker_is_adopted_by_its_next_actor(tmp_path: Path) -> None:
-    """Which gets its report, orders its end and hears of it. The former actor's end changes nothing then."""
+    """The next actor gets the worker's report, orders its end and is notified of it. The former actor has no effect."""
     with node(tmp_path) as here:
         async with actor(here, "decode-0") as first, actor(here, "decode-0") as second:
             await first.start(order(orphan_s=0.2), "")
@@ -139,7 +139,7 @@ async def test_a_worker_that_is_leaving_is_not_adopted(tmp_path: Path) -> None:
 
 
 async def test_a_start_replaces_a_process_that_was_given_up(tmp_path: Path) -> None:
-    """Its controller has decided that it is dead, though it could not be told so."""
+    """The controller has decided that the former process is dead, though nothing could signal that process."""
     pids = []
     with node(tmp_path) as here:
         for _ in range(2):
@@ -185,7 +185,7 @@ async def test_gpus_of_workers_that_ray_has_forgotten_are_not_given_away(tmp_pat
 
 
 async def test_ray_is_started_again_while_workers_run(tmp_path: Path) -> None:
-    """What is left of the old one goes first. Without workers the node ends with its Ray."""
+    """The remaining processes of the old Ray are killed first. Without workers the node process ends with Ray."""
     starts, may_end = tmp_path / "starts", tmp_path / "may-end"
     script = f"sleep 600 & echo $! >> {starts}; while [ ! -e {may_end} ]; do sleep 0.05; done; rm {may_end}; exit 3"
     with node(tmp_path, "text", script) as here:
@@ -203,7 +203,7 @@ async def test_ray_is_started_again_while_workers_run(tmp_path: Path) -> None:
 
 
 async def test_a_ray_whose_raylet_hangs_is_killed(tmp_path: Path) -> None:
-    """The node process asks the raylet, since the kubelet would end the workers as well."""
+    """The node process checks the raylet, because the kubelet would end the workers as well."""
     rpc = RpcServer(())
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()
@@ -234,7 +234,7 @@ async def test_a_reader_that_stalls_does_not_stop_a_node(tmp_path: Path) -> None
 
 
 async def test_no_worker_outlives_its_node(tmp_path: Path) -> None:
-    """Whether it is told to end, or killed."""
+    """The node process gets SIGTERM, or SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with node(tmp_path) as here:
             async with actor(here, "decode-0") as link:
@@ -286,7 +286,7 @@ def test_how_a_process_ended_in_words() -> None:
 
 
 async def test_health_says_whether_a_worker_takes_new_work() -> None:
-    """A worker that drains answers, and takes none."""
+    """A worker that drains answers health checks, but takes no new work."""
     rpc = RpcServer(("baton.v1.WorkerCalls",))
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()
