@@ -147,18 +147,19 @@ class Controller:
         """Return the workers with a lease, by worker id.
 
         Redis may have lost its data at the same time as Ray. This therefore waits until all workers without an actor
-        have renewed their leases: for at most `index.lease_s`, or `ADOPTION_S` if Redis does not answer.
+        have renewed their leases: for at most `ADOPTION_S` until Redis answers, and then for `index.lease_s`.
 
         Args:
             actorless: workers that may serve without an actor.
         """
-        began_s = time.monotonic()
+        deadline_s, has_answered = time.monotonic() + ADOPTION_S, False
         while True:
-            leased, timeout_s = dict[str, WorkerInfo](), ADOPTION_S
+            leased: dict[str, WorkerInfo] = {}
             with contextlib.suppress(StoreUnavailable):
                 leased = {worker.info.id: worker.info for worker in await self._leases.list_workers()}
-                timeout_s = self.config.index.lease_s
-            if actorless <= leased.keys() or time.monotonic() - began_s > timeout_s:
+                if not has_answered:
+                    deadline_s, has_answered = time.monotonic() + self.config.index.lease_s, True
+            if actorless <= leased.keys() or time.monotonic() > deadline_s:
                 return leased
             await asyncio.sleep(self.config.index.poll_s)
 
