@@ -134,7 +134,10 @@ class Alone(WorkerActor):
 
 
 async def let_go(*workers: WorkerActor) -> None:
-    """Close the actors' connections, as their ends do."""
+    """The actors end, with the node processes that they have started."""
     for each in workers:
         if each._node is not None:
             await each._node.close()
+        if each._own is not None:
+            each._own.terminate()
+            assert each._own.wait(PATIENT_S) == 0
