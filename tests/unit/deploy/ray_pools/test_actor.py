@@ -24,7 +24,7 @@ from deploy.ray_pools import actor, turns
 from deploy.ray_pools.actor import own_redis_url, own_secret
 from deploy.ray_pools.node import SOCKET
 from deploy.ray_pools.node_link import WorkerEnd
-from tests.support.node_process import PATIENT_S, Alone, let_go, node
+from tests.support.node_process import Alone, let_go, node
 from worker.log import written
 
 
