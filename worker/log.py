@@ -1,8 +1,9 @@
 """Serves the worker's latest output to routers, so that an operator can read it without a shell on the machine.
 
-The output includes tracebacks and prints of libraries if a node process (`deploy.ray_pools.node`) runs this worker. It
-keeps the latest lines by worker id, and so also the last lines of a process that this one replaces. Otherwise, for
-example in a terminal, the output cannot be read back, and only the lines of this process's log are served.
+The output includes tracebacks and prints of libraries if a node process (`deploy.ray_pools.node`) runs this worker. The
+node process keeps the latest lines by worker id, and so also the last lines of a process that this one replaces.
+Without a node process, for example in a terminal, the output cannot be read back. Only the lines of this process's log
+are served then.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class WorkerLog(worker_pb2_grpc.WorkerLogServicer):
     """Handler that returns the latest lines.
 
     Args:
-        node: socket of the node process; None: the output cannot be read back.
+        node: path of the node process's socket; None: no node process runs this worker.
     """
 
     def __init__(self, worker_id: str, node: Path | None = None) -> None:
@@ -58,7 +59,7 @@ def written(node: Path, worker_id: str) -> list[str]:
 
 
 def shown(raw: bytes) -> list[str]:
-    """Return output as text lines, and no more of it than is served."""
+    """Return the latest lines of some output as text, at most as many as are served."""
     # Not `splitlines`, which also splits at characters that may occur within a line.
     lines = (text for line in raw.decode(errors="replace").split("\n") for text in logs.as_text(line).split("\n"))
     said = [line.rstrip("\r")[: logs.MAX_KEPT_CHARACTERS] for line in lines if line]

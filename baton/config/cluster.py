@@ -104,7 +104,7 @@ class ClusterConfig:
     """Time that each process has to stop before it is killed."""
     orphan_timeout_s: Wait = 600.0
     """Maximum time for which a worker serves on without its Ray actor, after Ray's head, its GCS or a raylet has
-    failed. When Ray is back, the controller adopts the worker. After this time it drains and ends."""
+    failed. If Ray is back in time, the controller adopts the worker. After this time the worker drains and ends."""
     starting: NotNegative = 0
     """Maximum number of workers that start at a time, in both pools together. Workers that wait for room on a node, or
     for `starting_per_node`, do not count. 0: half of the desired workers, at least 4."""

@@ -77,7 +77,7 @@ def run(
     To reserve a node for one pool: --labels baton.dev/pool=decode
 
     Ray runs such workers at the lowest CPU priority unless the node has RAY_worker_niceness=0 in its environment. They
-    end with their raylet unless a node process starts Ray: python -P -m deploy.ray_pools.node --help
+    end with their raylet unless a node process runs Ray: python -P -m deploy.ray_pools.node --help
     """
     from deploy.cli.settings import loaded
     from deploy.local.part import part_named

@@ -128,7 +128,7 @@ class Controller:
         leased = await self._leased(self.state.pools.keys() - found)
         # If the state file is lost, a worker's lease has its role, and its actor has the pool.
         pools = {**self.state.pools, **await self._actors.pools(found - self.state.pools.keys())}
-        if self.config.kubernetes.namespace:  # if Ray's state is lost, too, leases of the release are left
+        if self.config.kubernetes.namespace:  # if Ray's state is lost as well, the release's leases remain
             pools = {**{worker_id: info.role for worker_id, info in leased.items()}, **pools}
         for worker_id, pool in sorted(pools.items()):
             role = self.state.roles.get(worker_id) or (leased[worker_id].role if worker_id in leased else pool)
@@ -144,19 +144,22 @@ class Controller:
         await self._lives.settled([worker for worker in self._lives.workers.values() if worker.task])
 
     async def _leased(self, actorless: Set[str]) -> dict[str, WorkerInfo]:
-        """Return the workers with a lease.
+        """Return the workers with a lease, by worker id.
+
+        Redis may have lost its data at the same time as Ray. This therefore waits until all workers without an actor
+        have renewed their leases: for at most `ADOPTION_S` until Redis answers, and then for `index.lease_s`.
 
         Args:
-            actorless: workers that may serve without an actor. Redis may have lost its data at the same time as Ray, so
-                they get the time to renew their leases; and a Redis that does not answer is asked again for longer.
+            actorless: workers that may serve without an actor.
         """
-        began_s = time.monotonic()
+        deadline_s, has_answered = time.monotonic() + ADOPTION_S, False
         while True:
-            leased, timeout_s = dict[str, WorkerInfo](), ADOPTION_S
+            leased: dict[str, WorkerInfo] = {}
             with contextlib.suppress(StoreUnavailable):
                 leased = {worker.info.id: worker.info for worker in await self._leases.list_workers()}
-                timeout_s = self.config.index.lease_s
-            if actorless <= leased.keys() or time.monotonic() - began_s > timeout_s:
+                if not has_answered:
+                    deadline_s, has_answered = time.monotonic() + self.config.index.lease_s, True
+            if actorless <= leased.keys() or time.monotonic() > deadline_s:
                 return leased
             await asyncio.sleep(self.config.index.poll_s)
 
@@ -345,7 +348,10 @@ class Controller:
         self._follow_specs()
 
     def see_pods(self, layout: NodeLayout, pods: Sequence[NodePod]) -> None:
-        """Update the current pods, for a rollout of the workers' nodes, and for workers whose actor is gone."""
+        """Update the current pods, for a rollout of the workers' nodes.
+
+        A worker that was taken over without an actor gets the pod with its address.
+        """
         self._layout, self._pods = layout, pods
         names = {pod.address: pod.name for pod in pods}
         for worker in self._lives.workers.values():

@@ -4,9 +4,10 @@
       ^── failed ────────┘                    │
       └── gone ───────────────────────────────┘
 
-One task per worker follows its process. If Ray loses a worker's actor, the worker stays READY while it answers, and a
-new actor on its node adopts it. This module carries out actions and records what happens to workers; `reconcile`
-decides which worker starts or leaves.
+One task per worker follows its process. If Ray loses a worker's actor, the worker stays READY while it answers health
+checks, until a new actor on its Ray node adopts it.
+
+This module carries out actions and records what happens to workers; `reconcile` decides which worker starts or leaves.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 RESTART_BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 """Waits before the restarts of a worker that repeatedly fails to start, or dies soon after its start."""
 ADOPTION_S = 10.0
-"""Timeout for adopted workers to report themselves ready; workers on a live node do so sooner."""
+"""Timeouts at a start of the controller: for Redis to answer, and for the workers to report that they are ready."""
 HEALTH_S = 5.0
 """Timeout of a health check."""
 MAX_FAILED_CHECKS = 2
@@ -147,17 +148,23 @@ class WorkerLives:
         """Take over the worker in the running actor with its id.
 
         Args:
-            info: from its lease; None: it has none. With it, the worker is found again if Ray has lost the actor.
+            info: the worker as its lease describes it; None: it has no lease. Without one it is started again if Ray
+                loses the actor before the actor has reported the worker.
         """
         self._begin(worker, self._actors.get(worker.id))
         _learn(worker, info)
 
     def adopt_orphan(self, worker: ManagedWorker, info: WorkerInfo) -> None:
-        """Take over a worker that serves, as its lease shows, and whose actor Ray does not know."""
+        """Take over a worker that serves, as its lease shows, but whose actor Ray does not know.
+
+        It counts as READY at once. A new actor adopts it when Ray has its node.
+        """
         self._begin(worker, self._successor(worker, ActorLost("Ray does not know its actor")))
         _learn(worker, info)
         worker.is_placed, worker.leased_s, worker.phase = True, worker.since_s, WorkerPhase.READY
-        logger.warning("%s serves, and Ray does not know its actor: it is adopted when its Ray node is back", worker)
+        logger.warning(
+            "%s serves, but Ray does not know its actor: a new actor adopts it when its Ray node is back", worker
+        )
 
     def leave(self, worker: ManagedWorker) -> None:
         """Drain the worker if it can answer, then end and remove it, in a separate task."""
@@ -271,11 +278,11 @@ class WorkerLives:
         await self._notify()
 
     async def _follow(self, worker: ManagedWorker, actor: Any) -> None:
-        """Wait until the worker is ready, unless it is already, and then for its end.
+        """Wait until the worker is ready, if it is not yet, and then until it has ended.
 
         Raises:
             ActorLost: Ray has lost the actor.
-            BatonError: the worker has not started, or has ended.
+            BatonError: the worker cannot start, or has ended.
         """
         await self._actors.placed(actor)
         if worker.phase is WorkerPhase.STARTING:
@@ -293,9 +300,9 @@ class WorkerLives:
         await self._actors.ended(actor)
 
     async def _successor(self, worker: ManagedWorker, lost: ActorLost) -> Any:
-        """Return a new actor that has adopted the worker's process, as soon as Ray has the worker's node again.
+        """Wait until Ray has the worker's node again, and return a new actor that has adopted the worker's process.
 
-        If this is cancelled, the next controller finds the actor by its name.
+        If the caller cancels this, the next controller finds the actor by its name.
 
         Raises:
             WorkerFailed: the process has ended, or hangs.
@@ -309,15 +316,19 @@ class WorkerLives:
                         coming = self._actors.create(worker.id, worker.role, worker.pool, node_id)
                         if actor := await self._adopter(worker, asyncio.ensure_future(coming), dead):
                             return actor
-            raise WorkerFailed(f"it does not answer, and {first_line(lost)}")
+            raise WorkerFailed(f"it does not answer health checks, and its actor is lost: {first_line(lost)}")
         finally:
             await cancel_and_wait([dead])
 
     async def _adopter(self, worker: ManagedWorker, coming: asyncio.Future[Any], dead: asyncio.Task[None]) -> Any:
-        """Return the actor when it has adopted the worker; None: its node was about to go, or the worker is dead.
+        """Wait until the actor has adopted the worker, and return it; None: Ray has lost it, or the worker is dead.
+
+        Args:
+            coming: future of the new actor.
+            dead: task that ends if the worker is dead.
 
         Raises:
-            WorkerFailed: its node does not run the worker's process.
+            WorkerFailed: the worker's process does not run on the actor's node, or the actor cannot be created.
         """
 
         async def adopt() -> Any:
@@ -342,6 +353,7 @@ class WorkerLives:
         return None
 
     async def _until_dead(self, worker: ManagedWorker) -> None:
+        """Return when the worker has failed `MAX_FAILED_CHECKS` health checks in a row."""
         num_failures = 0
         while num_failures < MAX_FAILED_CHECKS:
             await asyncio.sleep(ADOPT_S)
@@ -420,12 +432,13 @@ class WorkerLives:
 
 
 def _learn(worker: ManagedWorker, info: WorkerInfo | None) -> None:
+    """Copy the process id, the address and the incarnation from a worker's lease, if it has one."""
     if info is not None:
         worker.pid, worker.address, worker.incarnation = info.pid, info.address, info.incarnation
 
 
 async def _is_well(address: str, tls: Tls | None) -> bool:
-    """Return whether the worker at that address answers."""
+    """Return whether the worker at this address answers a health check, also if it takes no new work."""
     async with channel(address, tls) as link:
         stub: Any = health_pb2_grpc.HealthStub(link)
         try:

@@ -26,7 +26,7 @@ class NodePod:
     deployment: str
     """Deployment that created it."""
     address: str = ""
-    """Its IP address; empty: it has none yet."""
+    """IP address; empty: the pod has none yet."""
     cost: int = 0
     """Deletion cost in Kubernetes."""
     is_leaving: bool = False

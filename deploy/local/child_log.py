@@ -29,7 +29,7 @@ KEPT = 10
 LOG_LINE = re.compile(
     r'(\(\S+ pid=\d+[^)]*\) |\[[^\]\s]+\] )?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ \d+ |\{"timestamp": )'
 )
-"""Start of a log line (`baton.telemetry.logs`). The node process or Ray prefixes a worker's lines with its name."""
+"""Start of a log line (`baton.telemetry.logs`). The node process or Ray prefixes a worker's lines with its id."""
 
 
 def log_folder(cluster: ClusterConfig) -> Path:

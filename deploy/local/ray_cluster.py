@@ -123,7 +123,8 @@ class RayCluster:
     async def keep(self) -> None:
         """Restart Ray, the node process or the controller when one of them dies, until cancelled.
 
-        If Ray or the controller dies, workers serve on, and the next controller adopts them.
+        If Ray or the controller dies, workers serve on, and the next controller adopts them. If the node process dies,
+        its workers end with it, and the controller starts them again.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_ray(), name="ray")
@@ -145,7 +146,7 @@ class RayCluster:
                 await cancel_and_wait([controller] if head is None else [controller, head])
 
     async def stop(self) -> None:
-        """Stop the workers, the controller and, unless an existing cluster was joined, Ray."""
+        """Stop the workers and the controller; unless an existing cluster was joined, also Ray and the node process."""
         timeout_s = self._config.cluster.stop_timeout_s
         await self._controller.stop(timeout_s, signal.SIGINT)
         status = self._controller.status

@@ -2,7 +2,7 @@
 
     this process ── owns ──> Redis (valkey-server)       prefix ownership, leases
                  ── owns ──> routers (python -m router)  gRPC and HTTP
-                 ── owns ──> controller                  keeps the workers, as actors of Ray
+                 ── owns ──> controller                  keeps the workers, through actors of Ray
                  ── owns ──> Ray head ──> worker actors  order the workers' starts and ends
                  ── owns ──> node process ──> workers    engines
 

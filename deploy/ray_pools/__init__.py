@@ -8,7 +8,7 @@ lean_node    its node, without unused processes
 node         the node process of a Ray node: workers, their output, probes, and Ray itself in a container
 node_link    an actor's connection to it
 raylet       the health of Ray's process on a node
-supervisor   the processes of a node's workers, which survive the end of Ray
+supervisor   the processes of a node's workers, which serve on when Ray fails
 drain_node   stops Ray from placing more work on a node
 ray_import   Ray, imported with the settings that it reads at import
 turns        the turns in which the workers of one node load their models

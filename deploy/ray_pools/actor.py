@@ -1,7 +1,7 @@
 """Ray actor of one worker: Ray decides on which node the worker runs, and the actor orders its start and end there.
 
-The worker's process is a child of the node process (`deploy.ray_pools.node`), so that it serves on when Ray fails.
-SIGTERM must drain a worker, but Ray handles SIGTERM itself in an actor.
+The worker's process is a child of the node process (`deploy.ray_pools.node`), so that it serves on when Ray fails. It
+could not run in the actor itself either: SIGTERM must drain a worker, but Ray handles SIGTERM in an actor.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ different GPUs. With another value, or none, it runs workers of all pools."""
 
 
 class WorkerActor:
-    """Actor of one worker. Its methods run on its own event loop; before `start`, only `pool` and `turn` may be called.
+    """Actor of one worker. Its methods run on its own event loop. Before `start`, call only `pool`, `turn` and `kill`.
 
     Args:
         role: the worker's initial role; it may change.
         pool: the pool in which the worker was first started, on whose nodes it runs.
         host: host at which the worker listens; empty: this Ray node's address.
         fingerprint: fingerprint of the cluster's keys, which the worker's keys must match; empty: no secret.
-        adopts: the worker runs on this node already, and has lost its previous actor.
+        adopts: whether `start` adopts the worker, which runs on this node already and has lost its previous actor.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class WorkerActor:
             logger.warning("%s does not wait for its turn to load its model: %s", self._worker_id, error)
 
     async def start(self) -> dict[str, Any]:
-        """Let the worker load the model, join the cluster and accept traffic, or adopt it. May be called again.
+        """Start the worker and wait until it accepts traffic, or adopt the running worker. May be called again.
 
         Returns:
             `pid`, `address`, `incarnation`, and `pod`: the Kubernetes pod that is this Ray node; empty: none.
@@ -130,7 +130,7 @@ class WorkerActor:
 
     async def _end(self, number: signal.Signals) -> None:
         if self._node is not None:
-            self._node.say("away", "it is to leave")
+            self._node.say("away", "it is leaving")
             self._node.send_signal(number)
             with contextlib.suppress(WorkerFailed):
                 await self._node.ended()
@@ -195,13 +195,13 @@ class WorkerActor:
     def _own_node_process(self) -> asyncio.Future[str]:
         """Start a node process for this actor alone, and return the future path of its socket. It ends with the actor.
 
-        A Ray node that was started without a node process has none that its workers share.
+        The actor needs it if Ray was started without a node process on this Ray node.
         """
         folder = tempfile.mkdtemp(prefix="baton-node-")
         reading, writing = os.pipe()
         options = ["--folder", folder, "--log-format", "raw", "--ready-fd", str(writing)]
         command = module_command("deploy.ray_pools.node", *options)
-        # From the event loop's thread: the process dies with that thread, and hence with the actor.
+        # The event loop's thread starts it: the process ends with that thread, and hence with the actor.
         self._own = subprocess.Popen(tied(command, signal.SIGTERM), pass_fds=[writing])
         os.close(writing)
         return asyncio.ensure_future(asyncio.to_thread(_socket_of, reading))
@@ -235,7 +235,7 @@ def _socket_of(report: int) -> str:
     with os.fdopen(report) as reports:
         line = reports.readline()
     if not line:
-        raise WorkerFailed("the node process does not start")
+        raise WorkerFailed("the node process did not start; the actor's log in Ray's log folder has the reason")
     return str(json.loads(line)["socket"])
 
 

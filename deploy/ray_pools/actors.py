@@ -31,7 +31,7 @@ RETRY_S = 0.1
 SAY_S = 10.0
 """Timeout for an actor to report its pool. A placed actor answers immediately, even while its worker starts."""
 KILL_S = 3.0
-"""Timeout for an actor to kill its worker's process. An actor without a node does not answer."""
+"""Timeout for an actor to kill its worker's process. An actor that has no node yet does not answer."""
 ANSWER_S = 30.0
 """Timeout of a simple call to Ray; after it, Ray counts as broken."""
 
@@ -116,7 +116,9 @@ async def end_all(namespace: str) -> list[str]:
         for name in found:
             with contextlib.suppress(ValueError):  # it has ended meanwhile
                 actors.append(ray.get_actor(name, namespace=namespace))
-        killed = [actor.kill.remote() for actor in actors if hasattr(actor, "kill")]  # not of an earlier version
+        killed = [
+            actor.kill.remote() for actor in actors if hasattr(actor, "kill")
+        ]  # one of an earlier version has not
         ray.wait(killed, num_returns=len(killed), timeout=KILL_S)
         for actor in actors:
             ray.kill(actor)
@@ -196,7 +198,7 @@ class RayActors:
             raise ConfigError("the Ray node of this process is gone")
 
     async def node_at(self, host: str) -> str | None:
-        """Return the id of the Ray node with that address; None: it is not in Ray. Raises ConfigError."""
+        """Return the id of the live Ray node with this address; None: Ray has none. Raises ConfigError."""
         nodes = await _in_thread(ray.nodes)
         return next((node["NodeID"] for node in nodes if node["Alive"] and node["NodeManagerAddress"] == host), None)
 
@@ -204,7 +206,7 @@ class RayActors:
         """Create an actor, which runs once a node for this pool, or for all pools, has room for it.
 
         Args:
-            node_id: Ray node on which it adopts the running worker; empty: it starts one, on any node for the pool.
+            node_id: Ray node whose running worker the actor adopts; empty: it starts one, on any node for the pool.
 
         Raises:
             WorkerFailed: Ray does not accept it.
@@ -212,7 +214,7 @@ class RayActors:
         others = ",".join(other for other in Role if other is not pool)
         nodes = {POOL_LABEL: f"!in({others})"}
         gpus = self._gpus_per_worker[pool]
-        # Without SPREAD one node has all workers, and they all end with it.
+        # Without SPREAD, Ray could place all workers on one node, and they would all end with it.
         place: dict[str, Any] = {"scheduling_strategy": "SPREAD", "label_selector": nodes}
         adopts = {"adopts": True} if node_id else {}  # an actor of an earlier version does not know the argument
         if node_id:
@@ -251,7 +253,7 @@ class RayActors:
             await _result(actor.turn.remote(self._starting_per_node))
 
     async def start(self, actor: Any) -> Started:
-        """Wait until the worker is ready or adopted; it may be already. Raises the errors of `WorkerActor.start`."""
+        """Wait until the worker is ready or adopted. May be called again. Raises the errors of `WorkerActor.start`."""
         answer = await _result(actor.start.remote())
         return Started(answer["pid"], answer["address"], answer["pod"], answer.get("incarnation", ""))
 
@@ -276,7 +278,9 @@ class RayActors:
 
     async def kill(self, actor: Any) -> None:
         """Kill the worker, and then its actor, whose name becomes free a little later."""
-        with contextlib.suppress(BatonError, TimeoutError, AttributeError):  # AttributeError: of an earlier version
+        with contextlib.suppress(
+            BatonError, TimeoutError, AttributeError
+        ):  # AttributeError: an actor of an earlier version
             await asyncio.wait_for(_result(actor.kill.remote()), KILL_S)
         await asyncio.to_thread(ray.kill, actor)
 

@@ -110,10 +110,11 @@ def _take(free: list[int], share: float) -> bool:
 def free_gpus(
     assigned: Sequence[str], share: float, in_use: Mapping[str, float], known: Sequence[str]
 ) -> Sequence[str] | None:
-    """Return the GPUs for a new worker's process: those that Ray has assigned to it, or other free ones of its node.
+    """Return the GPUs for a new worker's process: those that Ray has assigned to it, or other free GPUs of its node.
 
     After a restart, Ray does not know which GPUs the running workers use. It may assign a worker's GPU to another actor
-    while it counts a free GPU as taken. The numbers agree, so a free GPU replaces each assigned one that is in use.
+    and count a free GPU as taken. The number of free GPUs is the same, so a free one replaces each assigned one that is
+    in use.
 
     Args:
         assigned: GPUs that Ray has assigned to the worker's actor.

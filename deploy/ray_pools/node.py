@@ -2,26 +2,26 @@
 
     python -P -m deploy.ray_pools.node --folder FOLDER [--log-format json] -- ray start --block ...
 
-It is the first process of a worker's container, where the command after -- is Ray. On one machine, `baton up` starts it
-without a command; on a Ray node without a node process, each actor starts its own. A worker's process is its child, so
-that it serves on when Ray fails (`deploy.ray_pools.supervisor`). If Ray ends while workers run, the node process starts
-Ray again, and the workers are adopted by their next actors. It also restarts a Ray whose raylet does not answer
-(`--raylet`).
+It is the first process of a worker's container, and the command after -- runs Ray. On one machine `baton up` starts it
+without a command. On a Ray node without a node process, each actor starts its own. A worker's process is a child of the
+node process, so the worker serves on when Ray fails (`deploy.ray_pools.supervisor`). If Ray ends while workers run, the
+node process starts Ray again, and new actors adopt the workers. It also kills Ray if the raylet does not answer health
+checks (`--raylet`).
 
-An actor connects to a socket (`SOCKET` in Ray's environment; `deploy.ray_pools.node_link` is the client), and names its
-worker and the stream in the first line:
+A client connects to a socket, whose path is in Ray's environment (`SOCKET`). Its first line names a worker and one of
+two streams:
 
-worker    orders of the worker's actor: start, adopt, signal, and the state that it observes: `starting`, `ready`,
-          `away` (the worker does not answer, or takes no new work). The node process answers with the worker's report,
-          its end, or an error
-latest    returns the latest lines of workers with this id on this node (used by `worker.log`)
+worker    orders of the worker's actor (`deploy.ray_pools.node_link`): `start`, `adopt`, `signal`, and `state` with the
+          state that it observes: `starting`, `ready`, or `away` (the worker does not answer, or takes no new work). The
+          node process answers with the worker's report, its end, or an error
+latest    the node process returns the latest lines of workers with this id on this node (`worker.log` reads them)
 
-The folder has files for probes: `workers` with the state of each worker; `ready`, which exists while there is a worker
-and all workers on this node accept traffic; `started`, which exists since the node was first ready, or has had no
-worker for `IDLE_S`; and `alive`, which is touched every second.
+The folder has four files for probes. `workers` has the state of each worker. `ready` exists while there is a worker and
+all workers on this node accept traffic. `started` exists once the node has been ready, or has had no worker for
+`IDLE_S`. `alive` is touched every second.
 
-SIGTERM and SIGINT are forwarded to Ray, and end the workers after it. The exit status is Ray's. As a container's first
-process it also reaps orphans.
+The node process forwards SIGTERM and SIGINT to Ray, and kills the workers when Ray has ended. Its exit status is Ray's.
+It also reaps orphaned processes, as a container's first process must.
 """
 
 from __future__ import annotations
@@ -64,23 +64,24 @@ MAX_ORDER = 2**22
 MAX_KEPT_LINES, MAX_KEPT_BYTES, MAX_KEPT_IDS = 400, 4096, 16
 """Limits of the lines in memory: latest lines per worker, bytes per line, and latest worker ids."""
 MAX_QUEUED, FULL_S = 1000, 5.0
-"""Lines that may wait to be written before workers wait with their output, and maximum wait for each further line."""
+"""Maximum number of queued lines. If there are more, each further line of a worker waits, for at most `FULL_S`."""
 LAST_WORDS_S = 2.0
 """Timeout, after the end of a process, for its remaining output."""
 TICK_S = 1.0
+"""Interval at which the probes' files are written."""
 RESTART_S = (1.0, 2.0, 5.0, 10.0)
-"""Waits before the restarts of a Ray that repeatedly fails."""
+"""Waits before the restarts of Ray if it repeatedly ends."""
 STABLE_S = 60.0
-"""Time after which a restarted Ray counts as running again."""
+"""Time without an end of Ray after which the waits start from the first one again."""
 MAX_FILES = 2**16
-"""Open files that a worker may have, if the hard limit allows as many."""
+"""Maximum number of open files of a worker, unless the hard limit is lower."""
 PR_SET_CHILD_SUBREAPER = 36
 LEVELS = {"starting": "INFO", "ready": "INFO", "away": "WARNING", "ended": "ERROR", "left": "INFO"}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Line about a worker, or of a worker, that is not one of Baton's log lines."""
+    """Log line of the node process, or a line of other output that becomes a log line."""
 
     level: str
     logger: str
@@ -91,7 +92,7 @@ class Entry:
 class Lines:
     """Writer of whole lines to a file descriptor, in the format of `baton.telemetry.logs`.
 
-    A thread writes, so that a reader that stalls does not stop the event loop.
+    It writes in a thread, so that a stalled reader does not block the event loop.
     """
 
     def __init__(self, fd: int, log_format: str) -> None:
@@ -101,7 +102,7 @@ class Lines:
         threading.Thread(target=self._write_queued, name="lines", daemon=True).start()
 
     async def room(self) -> None:
-        """Wait if many lines are queued."""
+        """Wait for at most `FULL_S` if more than `MAX_QUEUED` lines are queued."""
         if self._queue.qsize() > MAX_QUEUED:
             await asyncio.to_thread(self.flush, FULL_S)
 
@@ -118,7 +119,7 @@ class Lines:
         return str(path) if path.is_file() else ""
 
     def relay(self, line: bytes, logger: str, worker: str = "") -> None:
-        """Write a line of another process. In JSON format, other lines are converted to JSON log lines."""
+        """Write a line of another process. In JSON format, a line that is not a log line is converted to one."""
         text = line.decode(errors="replace").rstrip("\r\n")
         if not self._is_json:
             self._write(f"[{worker}] {text}" if worker and not self._is_raw else text)
@@ -132,7 +133,7 @@ class Lines:
             self.write(Entry("INFO", logger, text, worker))
 
     def write(self, entry: Entry) -> None:
-        """Write a line of this process."""
+        """Write a log line."""
         now = datetime.now(UTC).isoformat(timespec="microseconds")
         if self._is_json:
             parts = {"timestamp": now, "level": entry.level, "logger": entry.logger, "process": os.getpid()}
@@ -152,14 +153,14 @@ class Lines:
                 text.set()
                 continue
             left = memoryview(in_line(text).encode() + b"\n")
-            with contextlib.suppress(OSError):  # its reader is gone
+            with contextlib.suppress(OSError):  # the reader is gone
                 while left:
                     left = left[os.write(self._fd, left) :]
 
 
 @dataclass(slots=True)
 class WorkersHere:
-    """States of the workers that Ray has placed on this node, by id, in words. Pure.
+    """States of the workers that Ray has placed on this node, by worker id, as text. Pure.
 
     Args:
         since_s: time since which there has been no worker.
@@ -176,7 +177,7 @@ class WorkersHere:
         return bool(self.says) and self.says.keys() == self._ready
 
     def become(self, worker: str, state: str, reason: str) -> None:
-        """Record a worker's state."""
+        """Record a worker's state, and the reason for it; empty: no reason."""
         self.says[worker] = f"{worker} {in_words(state, reason)}"
         (self._ready.add if state == "ready" else self._ready.discard)(worker)
         self.is_started |= self.is_ready
@@ -201,10 +202,12 @@ def in_words(state: str, reason: str) -> str:
 
 
 class Node:
-    """Server for the actors' orders, and writer of the probes' files.
+    """Server that carries out the actors' orders, and writes the probes' files.
 
     Args:
-        folder: folder of the socket and the probes' files. It is recreated.
+        folder: folder of the socket and the probes' files. The node owns it: it empties it now, and `serving` removes
+            it.
+        lines: writer of the workers' output and of log lines.
         tells_states: also write lines about the workers' states.
     """
 
@@ -220,7 +223,7 @@ class Node:
         self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._outputs: dict[WorkerProcess, asyncio.Task[None]] = {}
         self._latest: dict[str, deque[bytes]] = {}
-        """Latest lines by worker; the most recent writer comes last."""
+        """Latest lines by worker id; the worker that wrote last comes last."""
         self._show()
 
     @property
@@ -250,11 +253,11 @@ class Node:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def say(self, message: str, level: str = "WARNING", worker: str = "") -> None:
-        """Write a line of this process."""
+        """Write a log line of this process."""
         self._lines.write(Entry(level, "node", message, worker))
 
     async def relay(self, output: socket.socket, logger: str, worker: str = "") -> None:
-        """Write the lines that come from a socket, until its end."""
+        """Write the lines that a process sends to this socket, until its end."""
         reader, writer = await asyncio.open_connection(sock=output, limit=MAX_LINE)
         while line := await _line(reader):
             self._lines.relay(line, logger, worker)
@@ -271,7 +274,7 @@ class Node:
             await asyncio.sleep(TICK_S)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection, whose first line names the worker and the stream."""
+        """Serve a connection. Its first line names the worker and the stream."""
         connection = asyncio.current_task()
         assert connection is not None
         self._connections[connection] = writer
@@ -289,7 +292,7 @@ class Node:
             writer.close()
 
     async def _serve_actor(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, worker_id: str) -> None:
-        """Follow the orders of a worker's actor until it is gone."""
+        """Carry out the orders of a worker's actor until the actor is gone."""
         worker: WorkerProcess | None = None
         following: asyncio.Task[None] | None = None
         try:
@@ -385,13 +388,13 @@ def _answer(writer: asyncio.StreamWriter, **values: object) -> None:
 
 
 def end_in_words(status: int) -> str:
-    """Describe the end of a process by its exit status from `subprocess`; empty: a normal exit."""
+    """Return the end of a process as a predicate, from its exit status in `subprocess`; empty: it exited normally."""
     if status == 0:
         return ""
     if status > 0:
         return f"ended with status {status}"
     killed = "was killed by" if -status == signal.SIGKILL else "crashed with"
-    hint = " (by the kernel, for want of memory?)" if -status == signal.SIGKILL else ""
+    hint = " (by the kernel, out of memory?)" if -status == signal.SIGKILL else ""
     try:
         return f"{killed} {signal.Signals(-status).name}{hint}"
     except ValueError:
@@ -399,7 +402,7 @@ def end_in_words(status: int) -> str:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Return the next line, or the first part of a line that is too long; empty: end of the stream."""
+    """Return the next line, or the first part of a line that is too long; empty: the stream has ended."""
     try:
         return await reader.readuntil(b"\n")
     except asyncio.LimitOverrunError as error:
@@ -411,7 +414,7 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 
 
 class Stop:
-    """Request to end, by SIGTERM or SIGINT, which is forwarded to Ray."""
+    """Request to end the node process: SIGTERM or SIGINT. It is forwarded to Ray."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -419,13 +422,13 @@ class Stop:
         self._number = 0
 
     def ask(self, number: int) -> None:
-        """Handle a signal."""
+        """Record the signal, and forward it."""
         self._number = number
         self.asked.set()
         self.forward()
 
     def forward(self) -> None:
-        """Send Ray the signal, if there was one."""
+        """Send Ray the signal, if there was one and Ray runs."""
         if self.ray_pid and self._number:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.ray_pid, self._number)
@@ -434,7 +437,16 @@ class Stop:
 async def run(
     command: Sequence[str], folder: Path, lines: Lines, *, raylet: str = "", ready_fd: int | None = None
 ) -> int:
-    """Run workers, and Ray if there is a command, until a signal or Ray's end; return its exit status like a shell.
+    """Run workers, and Ray if there is a command, until a signal arrives or Ray ends and no worker runs.
+
+    Args:
+        command: command that runs Ray; empty: Ray is not run here.
+        folder: see `Node`.
+        raylet: host:port of the raylet, to check its health; empty: it is not checked.
+        ready_fd: descriptor to which the socket's path is written; None: it is not.
+
+    Returns:
+        Ray's last exit status as a shell shows it; 0 without a command.
 
     Raises:
         OSError: the command cannot be run.
@@ -454,7 +466,7 @@ async def run(
 
 
 async def _keep_ray(command: Sequence[str], node: Node, stop: Stop, raylet: str) -> int:
-    """Run Ray, and start it again if it ends while workers run. Return its last exit status like a shell."""
+    """Run Ray, and start it again if it ends while workers run. Return its last exit status as a shell shows it."""
     num_failures = 0
     while True:
         began_s = time.monotonic()
@@ -465,7 +477,8 @@ async def _keep_ray(command: Sequence[str], node: Node, stop: Stop, raylet: str)
         wait_s = RESTART_S[min(num_failures, len(RESTART_S) - 1)]
         names = ", ".join(sorted(node.supervisor.workers))
         node.say(
-            f"Ray has ended with status {status}, and these workers run on: {names}; it starts again in {wait_s:g} s"
+            f"Ray has ended with status {status}, and these workers serve on: {names}; starting Ray again in "
+            f"{wait_s:g} s"
         )
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.asked.wait(), wait_s)
@@ -473,7 +486,7 @@ async def _keep_ray(command: Sequence[str], node: Node, stop: Stop, raylet: str)
 
 
 async def _run_ray(command: Sequence[str], node: Node, stop: Stop, raylet: str) -> int:
-    """Run Ray until its end, and kill what is left of it."""
+    """Run Ray until it ends or the raylet hangs, kill its remaining processes, and return its exit status."""
     ours, rays = socket.socketpair()
     with rays:
         environment = {**os.environ, SOCKET: str(node.address)}
@@ -486,7 +499,7 @@ async def _run_ray(command: Sequence[str], node: Node, stop: Stop, raylet: str) 
         first: list[asyncio.Future[Any]] = [ended, watching]
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():
-            node.say("the raylet does not answer: Ray is killed")
+            node.say("the raylet does not answer health checks: Ray is killed")
             os.kill(pid, signal.SIGKILL)
         code = await ended
     finally:
@@ -499,7 +512,10 @@ async def _run_ray(command: Sequence[str], node: Node, stop: Stop, raylet: str) 
 
 
 def _kill_strays(supervisor: Supervisor) -> None:
-    """Kill the processes of a Ray that has ended: they would keep its ports, and this process has adopted them."""
+    """Kill the remaining processes of Ray, whose parent has ended.
+
+    They would keep Ray's ports. They are children of this process now (`_prepare`).
+    """
     import psutil
 
     for child in psutil.Process().children():
@@ -523,9 +539,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.ray_pools.node", description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, required=True, help="folder of the socket and the probes' files")
     parser.add_argument("--log-format", choices=["text", "json", "raw"], default="text", help="raw: without worker ids")
-    parser.add_argument("--raylet", default="", help="host:port of the raylet; Ray is restarted if it does not answer")
+    parser.add_argument("--raylet", default="", help="host:port of the raylet; Ray is killed if it does not answer")
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor to which the socket's path is written")
-    parser.add_argument("command", nargs="*", help="command that runs Ray, after --; none: Ray is not run here")
+    parser.add_argument("command", nargs="*", help="after --: command that runs Ray; none: Ray is not run here")
     args = parser.parse_args()
     _prepare()
     lines = Lines(sys.stdout.fileno(), args.log_format)

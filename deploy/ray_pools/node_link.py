@@ -1,8 +1,10 @@
 """Connection from a worker's actor to the node process (`deploy.ray_pools.node`), which runs the worker.
 
-link = await NodeLink.open(socket_path, "worker-0")
-report = await link.start(StartOrder(...), "it is a decode worker")  # or `adopt`, if the worker runs already
-ended = await link.ended()
+    link = await NodeLink.open(socket_path, "worker-0")
+    report = await link.start(StartOrder(...), "it is a decode worker")  # or `adopt`, if the worker runs already
+    ended = await link.ended()
+
+The worker becomes an orphan when the connection ends, unless another connection has adopted it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ ANSWER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnd:
-    """How a worker's process has ended."""
+    """End of a worker's process."""
 
     status: int
     """Exit status, as in `subprocess`."""
@@ -45,18 +47,18 @@ class WorkerEnd:
 
     @property
     def in_words(self) -> str:
-        """Its end, and its last line, as a predicate."""
+        """The end and the last line of output, as a predicate of the worker."""
         return f"{end_in_words(self.status) or 'ended with status 0'}{self.last_words}"
 
     @property
     def last_words(self) -> str:
-        """Its last line and the path of its log, as the end of a sentence."""
+        """The last line of output and the path of the log, as the end of a sentence."""
         log = f"; its log: {self.log}" if self.log else ""
         return f": {self.last_line}{log}" if self.last_line else ""
 
 
 class NodeLink:
-    """Owner of one worker's process. Create it with `open`."""
+    """Connection that owns one worker's process after `start` or `adopt`. Create it with `open`."""
 
     def __init__(self, worker_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._worker_id = worker_id
@@ -69,10 +71,10 @@ class NodeLink:
 
     @classmethod
     async def open(cls, path: str, worker_id: str) -> NodeLink:
-        """Connect to the node process at that socket.
+        """Connect to the node process whose socket has this path.
 
         Raises:
-            WorkerFailed: no process listens there, because its container is about to end.
+            WorkerFailed: no process listens there, for instance because its container is about to end.
         """
         try:
             reader, writer = await asyncio.open_unix_connection(path, limit=MAX_ORDER)
@@ -83,10 +85,10 @@ class NodeLink:
         return link
 
     async def start(self, order: StartOrder, reason: str) -> dict[str, Any]:
-        """Start the worker, and return its report when it is ready or has failed. It has no other owner then.
+        """Start the worker, become its owner, and return its report when it is ready or has failed.
 
         Args:
-            reason: added to the line that says that the worker starts.
+            reason: reason for the start; the node process adds it to its log line.
 
         Raises:
             WorkerFailed: it cannot be started, or has ended before it was ready.
@@ -102,7 +104,7 @@ class NodeLink:
             gpus: GPUs that Ray has assigned to the actor.
 
         Raises:
-            WorkerFailed: it does not run on this node, or is about to end.
+            WorkerFailed: it does not run on this node, or is leaving.
         """
         self._send(order="adopt", gpus=gpus)
         return await self._reported()
@@ -122,12 +124,17 @@ class NodeLink:
             self._send(order="state", state=state, reason=reason)
 
     async def close(self) -> None:
-        """Close the connection. A worker that still runs has no owner then."""
+        """Close the connection. A worker that still runs becomes an orphan."""
         self._writer.close()
         await cancel_and_wait([self._reading])
 
     async def watch(self, address: str, tls: Tls | None) -> None:
-        """Check the health of the worker at that address and report it, until its end."""
+        """Check the health of the worker at this address every `ASK_S`, and report its state, until it has ended.
+
+        Args:
+            address: host:port of the worker's gRPC server.
+            tls: credentials of the cluster; None: it has no TLS.
+        """
         async with channel(address, tls) as link:
             while not self._ended.done():
                 reason = await why_away(link)
@@ -140,10 +147,12 @@ class NodeLink:
         if self._report.done():
             return self._report.result()
         ended = self._ended.result()
-        raise WorkerFailed(f"{self._worker_id} ended before it was ready{ended.last_words or '; its log says why'}")
+        raise WorkerFailed(
+            f"{self._worker_id} ended before it was ready{ended.last_words or '; its log has the reason'}"
+        )
 
     def _send(self, **values: object) -> None:
-        with contextlib.suppress(OSError):  # then the reader sees its end, too
+        with contextlib.suppress(OSError):  # the connection has ended, and `_read` reports that
             self._writer.write(json.dumps(values).encode() + b"\n")
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -164,11 +173,11 @@ class NodeLink:
         for future in (self._report, self._ended):
             if not future.done():
                 future.set_exception(WorkerFailed(why))
-                future.exception()  # it may have no reader
+                future.exception()  # nothing may await it; otherwise asyncio would log it
 
 
 async def why_away(link: grpc.aio.Channel) -> str:
-    """Return the reason why a worker accepts no traffic; empty: it does."""
+    """Return the reason why the worker on this channel accepts no traffic; empty: it accepts traffic."""
     try:
         stub: Any = health_pb2_grpc.HealthStub(link)
         answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_S)

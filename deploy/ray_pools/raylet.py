@@ -11,8 +11,9 @@ from baton.addresses import address_of
 CHECK_S = 10.0
 """Interval between checks."""
 TIMEOUT_S = 5.0
+"""Timeout of a check."""
 MAX_FAILURES = 9
-"""Consecutive failed checks after which a raylet counts as hung. Its first checks may come before it has started."""
+"""Consecutive failed checks after which a raylet counts as hung. The first ones may fail because it has not started."""
 
 
 async def until_silent(address: str) -> None:
@@ -30,7 +31,7 @@ async def until_silent(address: str) -> None:
 
 
 async def _answers(address: str) -> bool:
-    """Return whether the raylet passes a health check. With Ray's own TLS it need only accept a connection."""
+    """Return whether the raylet passes a health check; with Ray's own TLS, whether it accepts a connection."""
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return await _accepts(address)
     import grpc  # a node process on one machine does not need it

@@ -1,10 +1,11 @@
-"""Worker processes of one Ray node. They are children of the node process, and so survive the end of Ray.
+"""Worker processes of one Ray node. They are children of the node process, and therefore survive the end of Ray.
 
-    RUNNING ── its actor is gone ──> ORPHANED ── adopted by the next actor ──> RUNNING
+    RUNNING ── its actor is gone ──> ORPHANED ── a new actor adopts it ──> RUNNING
                                          └── after `orphan_timeout_s`: SIGTERM, it drains ──> ended
 
 A Ray actor orders its worker's start and end (`deploy.ray_pools.node_link`). Ray ends its actors when its raylet, its
-head or the head's GCS fails. The worker then serves on, and the actor that Ray starts on this node later adopts it.
+head or the head's GCS fails. The worker then serves on as an orphan. When Ray is back, the controller creates a new
+actor on this node, which adopts the worker.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from deploy.ray_pools.gpus import free_gpus
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Environment variable with the GPUs that a process may use. Ray sets it for an actor."""
 OnOrphaned = Callable[[str, str], None]
-"""Callback with a worker that has lost its actor, and a predicate that says so."""
+"""Callback with the id of a worker that has no actor, and a predicate for the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOrder:
-    """What an actor sends to start its worker."""
+    """Order of an actor to start its worker."""
 
     command: Sequence[str]
     """The worker's command. `--ready-fd N` is appended."""
@@ -42,12 +43,12 @@ class StartOrder:
     gpu_share: float
     """Share of each of its GPUs that the worker may use; 0: it uses none."""
     orphan_timeout_s: float
-    """Maximum time for which the worker serves on without an actor."""
+    """Maximum time in seconds for which the worker serves on without an actor."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WorkerProcess:
-    """One worker's process, from its start to its end."""
+    """Process of one worker, from its start to its end. The node process owns its sockets."""
 
     id: str
     pid: int
@@ -56,28 +57,30 @@ class WorkerProcess:
     output: socket.socket
     """Socket from which the node process reads the worker's output."""
     reports: socket.socket
-    """Socket from which the node process reads the worker's report, one line, when it is ready."""
+    """Socket from which the node process reads the worker's report: one line, after it is ready or has failed."""
     gpu_share: float
+    """Share of each of its GPUs that it uses; 0: it uses none."""
     gpus: Sequence[str]
     """GPUs that the process uses."""
     assigned: Sequence[str]
-    """GPUs that Ray has assigned to its present actor. After a restart of Ray they may be other ones."""
+    """GPUs that Ray has assigned to its current actor. After a restart of Ray they may differ from `gpus`."""
     orphan_timeout_s: float
+    """Maximum time in seconds for which it serves on without an actor."""
     report: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """The worker's report; never done if the process ends before."""
+    """The worker's report. It is never done if the process ends before the report."""
     owner: object = None
     """Connection of its actor; None: it is an orphan."""
     orphaned: asyncio.Task[None] | None = None
     """Task that ends the orphan after its timeout."""
     is_leaving: bool = False
-    """It has got SIGTERM."""
+    """True after a signal to it. A worker that is leaving cannot be adopted."""
 
 
 class Supervisor:
     """All worker processes of this node, by worker id. Use it from one event loop, in the process's main thread.
 
     Args:
-        on_orphaned: called for each worker that loses its actor.
+        on_orphaned: called when a worker loses its actor, and again when its time without an actor is over.
     """
 
     def __init__(self, on_orphaned: OnOrphaned) -> None:
@@ -86,7 +89,10 @@ class Supervisor:
         self._children: dict[int, tuple[subprocess.Popen[bytes], asyncio.Future[int]]] = {}
 
     async def start(self, worker_id: str, order: StartOrder, owner: object) -> WorkerProcess:
-        """Start a worker. A process that still has this id is killed first: its actor's controller has given it up.
+        """Start a worker. If a process still has this id, it is killed first, because the controller has given it up.
+
+        Args:
+            owner: connection of its actor.
 
         Raises:
             WorkerFailed: its GPUs are in use, or its command cannot be run.
@@ -102,8 +108,9 @@ class Supervisor:
         gpus = free_gpus(order.gpus, order.gpu_share, in_use, known)
         if gpus is None:
             raise WorkerFailed(
-                f"the GPUs {','.join(order.gpus)} of {worker_id} are in use by {', '.join(sorted(self.workers))}, some "
-                "of which have lost their Ray actors; it can start when they are adopted or have ended"
+                f"the GPUs {','.join(order.gpus)} that Ray has assigned to {worker_id} are in use; this node runs "
+                f"{', '.join(sorted(self.workers))}; {worker_id} can start when the orphans among them are adopted or "
+                "have ended"
             )
         environment = {**order.environment, **({VISIBLE: ",".join(gpus)} if gpus else {})}
         worker = self._spawn(worker_id, order, environment)
@@ -116,6 +123,7 @@ class Supervisor:
         """Make the caller the owner of a running worker.
 
         Args:
+            owner: connection of the new actor.
             assigned: GPUs that Ray has assigned to the new actor.
 
         Raises:
@@ -141,7 +149,7 @@ class Supervisor:
         worker.orphaned = asyncio.create_task(self._end_orphan(worker), name=f"orphan {worker.id}")
 
     def send_signal(self, worker: WorkerProcess, number: int) -> None:
-        """Send a signal to the worker, if it still runs."""
+        """Send a signal to the worker, if it still runs. From then on it is leaving, and cannot be adopted."""
         worker.is_leaving = True
         if worker.pid in self._children:  # not reaped yet, so the pid is still its own
             os.kill(worker.pid, number)
@@ -149,7 +157,7 @@ class Supervisor:
     def reap(self) -> None:
         """Collect the exit statuses of all children that have ended. Call it at SIGCHLD.
 
-        They include orphaned processes, which a container's first process adopts.
+        They include orphaned processes, whose parent is a container's first process.
         """
         while True:
             try:
@@ -163,7 +171,7 @@ class Supervisor:
                 child[1].set_result(child[0].returncode)
 
     def popen(self, command: Sequence[str], **options: Any) -> tuple[int, asyncio.Future[int]]:
-        """Start a child, and return its process id and its future exit status. Raises OSError."""
+        """Start a child. Return its process id, and a future of its exit status. Raises OSError."""
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **options)
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._children[process.pid] = (process, ended)

@@ -223,7 +223,7 @@ class _Sandbox:
             # The process ends with the thread that starts it (`baton.parent`): here, the thread of the event loop.
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 command,
-                env=child_environment(os.environ),  # it runs what others have written, and needs no secret
+                env=child_environment(os.environ),  # others have written what it runs, so it gets no secret
                 stdin=inner.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

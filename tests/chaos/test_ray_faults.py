@@ -45,11 +45,11 @@ KINDS: list[dict[str, Any]] = [
 
 
 class Heard:
-    """One stream, heard to its end.
+    """One stream, read to its end.
 
     Attributes:
-        texts: of each choice.
-        longest_gap_s: between two events.
+        texts: text of each choice.
+        longest_gap_s: longest time between two events.
     """
 
     def __init__(self, http: str, number: int, begun: threading.Semaphore) -> None:
@@ -131,7 +131,7 @@ def kill(cluster: Cluster, victim: str) -> None:
 
 
 def test_a_worker_that_dies_while_ray_is_away_comes_back_with_it(cluster: Cluster) -> None:
-    """And the others are not started again."""
+    """The other workers are not started again."""
     before = cluster.wait_for(has(1, 2))
     kill(cluster, "all of Ray")
     victim = next(worker for worker in before["workers"] if worker["role"] == "decode")
@@ -142,7 +142,7 @@ def test_a_worker_that_dies_while_ray_is_away_comes_back_with_it(cluster: Cluste
 
 
 def test_workers_end_with_the_cluster_though_ray_is_away() -> None:
-    """Here with the process that has started all, which is killed."""
+    """The test kills `baton up`, which has started all processes."""
     cluster = Cluster("--prefill", "1", "--decode", "1", **SETTINGS)
     try:
         workers = [psutil.Process(pid) for pid in pids(cluster.wait_for(has(1, 1))).values()]

@@ -94,7 +94,7 @@ def test_the_start_of_a_pod_lasts_as_long_as_that_of_its_worker(tmp_path: Path) 
 @every_major
 @every_kind
 def test_a_worker_s_pod_lives_while_its_first_process_does(values: Values, major: int) -> None:
-    """The kubelet does not ask the raylet, without which workers serve on. The first process asks it, at its port."""
+    """Workers serve on without the raylet. So the node process checks it, at its port, and the kubelet does not."""
     for pod in worker_pods(values, major):
         container = container_of(pod)
         command = container["command"]
@@ -112,7 +112,7 @@ def test_a_worker_s_pod_lives_while_its_first_process_does(values: Values, major
 
 
 def test_the_probe_of_a_pod_s_life_notices_a_first_process_that_stands_still(tmp_path: Path) -> None:
-    """It writes a file every second."""
+    """The node process touches a file every second."""
     alive = tmp_path / "alive"
     command = script(container_of(pod_of(render(), "decode"))["livenessProbe"]).replace("/var/tmp/node", str(tmp_path))
 
@@ -131,7 +131,7 @@ def test_the_probe_of_a_pod_s_life_notices_a_first_process_that_stands_still(tmp
 @every_major
 @every_kind
 def test_the_raylet_of_a_node_without_workers_is_asked_by_the_kubelet(values: Values, major: int) -> None:
-    """At its own port, which answers health checks of gRPC; the kubelet speaks no TLS with it."""
+    """The probe uses the raylet's port, which answers health checks of gRPC. The kubelet cannot use TLS there."""
 
     def probed(objects: tuple[Object, ...]) -> Object:
         found: list[Object] = [

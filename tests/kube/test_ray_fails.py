@@ -31,7 +31,7 @@ THREE_WORKERS = (*SETTINGS, "--set=pools.decode.initialReplicas=2")
 
 
 def test_workers_outlive_ray_without_a_store(tmp_path: Path, model_dir: Path) -> None:
-    """A new head knows nothing of them."""
+    """A new head does not know the workers."""
     settings = (*THREE_WORKERS, "--set=ray.store.enabled=false")
     with kube_cluster(4, tmp_path, model_dir.parents[1], *settings) as release:
         release.install()
@@ -39,14 +39,14 @@ def test_workers_outlive_ray_without_a_store(tmp_path: Path, model_dir: Path) ->
 
 
 def test_workers_outlive_a_raylet_and_the_gcs(tmp_path: Path, model_dir: Path) -> None:
-    """With a store, as by default."""
+    """Ray's head has a store, as by default."""
     with kube_cluster(4, tmp_path, model_dir.parents[1], *THREE_WORKERS) as release:
         release.install()
         live_through(release, loses_a_raylet, loses_its_gcs, loses_its_store)
 
 
 def test_workers_outlive_a_raylet_that_kuberay_would_have_started(tmp_path: Path, model_dir: Path) -> None:
-    """Its command runs in a shell, here without its operator. The raylet may stand still as well."""
+    """KubeRay's command runs in a shell, here without its operator. The raylet ends once, and hangs once."""
     with kube_cluster(4, tmp_path, model_dir.parents[1], *THREE_WORKERS) as release:
         release.install()
         starts_ray_as_kuberay_does(release)
@@ -54,7 +54,7 @@ def test_workers_outlive_a_raylet_that_kuberay_would_have_started(tmp_path: Path
 
 
 def test_workers_that_ray_leaves_alone_for_too_long_come_back_with_it(tmp_path: Path, model_dir: Path) -> None:
-    """They end by themselves, so that nothing is left that nobody knows. Then containers restart until Ray is back."""
+    """Orphans end by themselves, so that none stays forever. Then their containers restart until Ray is back."""
     settings = (*THREE_WORKERS, "--set=ray.store.enabled=false", "--set=config.cluster.orphan_timeout_s=10")
     with kube_cluster(4, tmp_path, model_dir.parents[1], *settings) as release:
         release.install()
@@ -88,7 +88,7 @@ def starts_ray_as_kuberay_does(release: Release) -> None:
 
 
 def live_through(release: Release, *failures: Callable[[Release], None]) -> None:
-    """Under load. Every failure leaves the workers and their pods as they were, and a controller that scales."""
+    """Cause each failure under load. The workers and their pods stay, and the controller scales afterwards."""
     with load_on(release.grpc) as load:
         for fails in failures:
             for role, size in (("prefill", 1), ("decode", 2)):
@@ -108,7 +108,7 @@ def live_through(release: Release, *failures: Callable[[Release], None]) -> None
 
 
 def loses_its_head(release: Release) -> None:
-    """The next one is another Ray cluster: its nodes join that, and all workers get new actors."""
+    """The next head is another Ray cluster: the nodes join it, and all workers get new actors."""
     before = adoptions(release)
     (head,) = release.pods("head")
     release.kubectl("delete", "pod", head["metadata"]["name"], "-n", NAMESPACE, "--wait=false")
@@ -117,17 +117,17 @@ def loses_its_head(release: Release) -> None:
 
 
 def loses_a_raylet(release: Release) -> None:
-    """The first process of its container starts Ray again."""
+    """The node process of its container starts Ray again."""
     fails_once(release, psutil.Process.kill, "starting Ray again")
 
 
 def stops_a_raylet(release: Release) -> None:
-    """Kubernetes does not ask it. The first process kills it after one and a half minutes or more."""
-    fails_once(release, psutil.Process.suspend, "the raylet does not answer: Ray is killed")
+    """Kubernetes does not check the raylet. The node process kills Ray after 90 s or more."""
+    fails_once(release, psutil.Process.suspend, "the raylet does not answer health checks: Ray is killed")
 
 
 def fails_once(release: Release, harm: Callable[[psutil.Process], None], message: str) -> None:
-    """Harm a decode pod's raylet, and wait until its worker is adopted. The pod's log has that message then."""
+    """Harm a decode pod's raylet, and wait until the pod's log has the message and its worker is adopted."""
     pod, *_ = release.pods("decode")
 
     def num_seen() -> tuple[int, int]:
@@ -140,7 +140,7 @@ def fails_once(release: Release, harm: Callable[[psutil.Process], None], message
 
 
 def loses_its_gcs(release: Release) -> None:
-    """The next one reads from the store what it knew: no worker loses its actor."""
+    """The next GCS reads the state of the former one from the store: no worker loses its actor."""
     before = adoptions(release)
     (head,) = release.pods("head")
     ray_process(head, "gcs/gcs_server").kill()
@@ -150,7 +150,7 @@ def loses_its_gcs(release: Release) -> None:
 
 
 def loses_its_store(release: Release) -> None:
-    """It has no volume. So the head is restarted, and what comes then is another Ray cluster."""
+    """The store has no volume. So the head restarts, and is another Ray cluster then."""
     before = adoptions(release)
     (store,) = release.pods("ray-store")
     release.kubectl("delete", "pod", store["metadata"]["name"], "-n", NAMESPACE, "--wait=false")
@@ -158,7 +158,7 @@ def loses_its_store(release: Release) -> None:
 
 
 def adoptions(release: Release) -> dict[str, int]:
-    """How often each worker was adopted, by worker id."""
+    """Return how often each worker was adopted, by worker id."""
     logs = "".join(log(release, pod["metadata"]["name"]) for pod in release.node_pods())
     return {worker_id: logs.count(f"{worker_id} is adopted by a new Ray actor") for worker_id in pids(release)}
 
@@ -169,12 +169,12 @@ def is_whole(release: Release) -> bool:
 
 
 def num_restarts(pod: dict[str, Any]) -> int:
-    """Of the pod's containers."""
+    """Return how often the pod's containers have restarted."""
     return sum(status["restartCount"] for status in pod["status"]["containerStatuses"])
 
 
 def ray_process(pod: dict[str, Any], program: str) -> psutil.Process:
-    """A process of the Ray node in that pod, by the end of its program's path."""
+    """Return the process of the pod's Ray node whose program's path ends like this."""
     address = pod["status"]["podIP"]
     (found,) = (
         process

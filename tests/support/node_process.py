@@ -1,4 +1,4 @@
-"""A node process whose Ray is a shell's script, what a worker's actor has of it, and actors without Ray."""
+"""Node process with a shell script in place of Ray, connections of actors to it, and actors without Ray."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 print(json.dumps({REPORT!r}), file=report, flush=True)
 while True: time.sleep(1)
 """
-"""A worker that is ready at once, and leaves when it is told to."""
+"""Code of a worker that is ready at once, and ends at SIGTERM."""
 
 
 class Running:
-    """A node whose Ray is a shell's script: it says that it is up, and ends with status 3 when it may."""
+    """Node process with a shell script in place of Ray, which by default ends with status 3 after `let_ray_end`."""
 
     def __init__(self, folder: Path, log_format: str, script: str, *options: str, before: str = "") -> None:
         self.folder, self._may_end = folder / "node", folder / "may-end"
@@ -52,19 +52,19 @@ class Running:
         return self.folder / "socket"
 
     def shows(self, words: str, *names: str) -> bool:
-        """Whether those are the words for probes, and which of their files there are."""
+        """Return whether the file `workers` contains these words, and exactly these probes' files exist."""
         there = {name for name in ("ready", "started") if (self.folder / name).exists()}
         return words in (self.folder / "workers").read_text() and there == set(names)
 
     async def wait_for(self, words: str, *names: str) -> None:
-        """Waits until it shows that."""
+        """Wait until `shows` is true."""
         await until(lambda: self.shows(words, *names), PATIENT_S)
 
     def let_ray_end(self) -> None:
         self._may_end.touch()
 
     def end(self) -> str:
-        """Has Ray end, and returns what the node has written."""
+        """Let Ray end, and return the output of the node process."""
         self.let_ray_end()
         out, _ = self.process.communicate(timeout=PATIENT_S)
         assert self.process.returncode == 3, "Ray's own status"
@@ -75,10 +75,10 @@ class Running:
 def node(
     folder: Path, log_format: str = "json", script: str = "", *options: str, before: str = ""
 ) -> Iterator[Running]:
-    """A node that does not outlive the block.
+    """Context manager: a node process that ends with the block.
 
     Args:
-        script: what the shell that is its Ray runs instead.
+        script: shell script that runs in place of Ray; empty: the default one.
         before: Python code that the node process runs first.
     """
     running = Running(folder, log_format, script, *options, before=before)
@@ -93,7 +93,7 @@ def node(
 
 
 def order(code: str = SERVES, *, gpus: Sequence[str] = (), share: float = 0.0, orphan_s: float = 60.0) -> StartOrder:
-    """What an actor orders: a worker of this Python code."""
+    """Return an actor's order to start a worker that runs this Python code."""
     return StartOrder(
         command=[sys.executable, "-c", code],
         environment={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
@@ -105,7 +105,7 @@ def order(code: str = SERVES, *, gpus: Sequence[str] = (), share: float = 0.0, o
 
 @asynccontextmanager
 async def actor(here: Running, worker_id: str) -> AsyncGenerator[NodeLink]:
-    """What a worker's actor has. It is gone at the end of the block."""
+    """Context manager: the connection of a worker's actor. It closes at the end of the block."""
     link = await NodeLink.open(str(here.socket), worker_id)
     try:
         yield link
@@ -114,7 +114,7 @@ async def actor(here: Running, worker_id: str) -> AsyncGenerator[NodeLink]:
 
 
 async def write(here: Running, worker_id: str, *lines: str) -> None:
-    """Has a worker's process write lines, the last one without an end, and end."""
+    """Start a worker that writes these lines, the last one without a line end, and then ends."""
     async with actor(here, worker_id) as link:
         code = f"import sys; sys.stdout.write({chr(10).join(lines)!r})"
         with pytest.raises(WorkerFailed, match="ended before it was ready"):
@@ -127,14 +127,17 @@ def is_alive(pid: int) -> bool:
 
 
 class Alone(WorkerActor):
-    """It has no GPU."""
+    """Actor without Ray and without a GPU."""
 
     def _assigned(self) -> Mapping[str, float]:
         return {RESOURCE: 1.0}
 
 
 async def let_go(*workers: WorkerActor) -> None:
-    """The actors end."""
+    """The actors end, with the node processes that they have started."""
     for each in workers:
         if each._node is not None:
             await each._node.close()
+        if each._own is not None:
+            each._own.terminate()
+            assert each._own.wait(PATIENT_S) == 0

@@ -1,4 +1,4 @@
-{{/* The pod of Ray's head. Nothing of Baton's configuration is in it, so that no change of that ends Ray. */}}
+{{/* The pod of Ray's head. Nothing of Baton's configuration is in it, so that no change of the configuration ends Ray. */}}
 {{- define "baton.headTemplate" -}}
 {{- $kuberay := eq .Values.orchestrator "kuberay" }}
 metadata:

@@ -756,8 +756,8 @@ imagePullSecrets:
   valueFrom: {secretKeyRef: {name: {{ include "baton.raySecretName" . | quote }}, key: {{ .Values.ray.token.key | quote }}}}
 {{- end }}
 
-{{/* With a store, the next head knows Ray's nodes and actors: nodes wait ten minutes for it, as KubeRay has them do. Without
-     one they wait Ray's minute, and join it as new nodes. */}}
+{{/* With a store, the next head knows Ray's nodes and actors, so nodes wait ten minutes for it, as under KubeRay. Without a
+     store they wait for Ray's default of one minute, and join the next head as new nodes. */}}
 {{- define "baton.rayWaitEnv" -}}
 {{- if .Values.ray.store.enabled }}
 - name: RAY_gcs_rpc_server_reconnect_timeout_s

@@ -149,8 +149,8 @@ spec:
 - --disable-usage-stats
 {{- end }}
 
-{{/* The first process of a worker's container. It runs the workers and Ray: workers serve on when Ray fails, and it restarts
-     Ray. Their output goes through it to `kubectl logs`. */}}
+{{/* The node process, the first process of a worker's container. It runs the workers and Ray, and restarts Ray if that fails
+     while workers serve on. It copies their output to `kubectl logs`. */}}
 {{- define "baton.nodeProcess" -}}
 - python
 - -P
@@ -193,8 +193,9 @@ livenessProbe:
 {{- end }}
 
 {{/* Started: a worker here has loaded its model, or none has come for a minute. Ready: every worker here takes traffic,
-     and there is one; the event of a failure says what they do. Alive: the first process is. The raylet is not asked,
-     because the kubelet would end workers that serve on without it; the first process watches it. */}}
+     and there is one; the event of a failure says what they do. Alive: the node process has touched its file within a
+     minute. The kubelet does not check the raylet, because it would end workers that serve on without it. The node process
+     checks it. */}}
 {{- define "baton.workerProbes" -}}
 startupProbe:
   exec: {command: [sh, -c, cat /var/tmp/node/workers; test -e /var/tmp/node/started]}

@@ -545,6 +545,23 @@ async def test_a_worker_that_has_died_with_its_actor_is_started_again(
             await until(lambda: it.actors.num_created == 4 and num_ready(it) == 1)
 
 
+async def test_a_worker_that_loses_its_actor_while_it_starts_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a process answers at the address of the one before."""
+    monkeypatch.setattr(worker_life, "RESTART_BACKOFF_S", (0.0,))
+    async with bench(tmp_path) as it, answering(it.actors):
+        await until(lambda: num_ready(it) == 1)
+        it.actors.may_start.clear()
+        it.actors.alive["worker-0"].dead.set()
+        await until(lambda: it.actors.num_created == 2)
+        it.actors.has_node = False
+        it.actors.lose("worker-0")
+        await until(lambda: it.actors.num_created == 3)
+        it.actors.may_start.set()
+        await until(lambda: num_ready(it) == 1)
+
+
 async def test_a_worker_leaves_although_it_has_no_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is drained at once, and ended by its next actor."""
     monkeypatch.setattr(worker_life, "ADOPT_S", 0.02)

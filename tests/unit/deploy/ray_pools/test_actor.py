@@ -24,7 +24,7 @@ from deploy.ray_pools import actor, turns
 from deploy.ray_pools.actor import own_redis_url, own_secret
 from deploy.ray_pools.node import SOCKET
 from deploy.ray_pools.node_link import WorkerEnd
-from tests.support.node_process import PATIENT_S, Alone, let_go, node
+from tests.support.node_process import Alone, let_go, node
 from worker.log import written
 
 
@@ -129,19 +129,19 @@ async def test_without_a_node_process_an_actor_has_its_own(tmp_path: Path, monke
 
     monkeypatch.setattr(actor, "module_command", command)
     worker = Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode")
-    assert await worker.start() == report | {"pod": ""}
-    assert worker._own is not None
-    (process,) = psutil.Process(worker._own.pid).children()
-    await worker.kill()
-    assert not process.is_running()
-    with pytest.raises(WorkerFailed, match="worker-0 was killed by SIGKILL"):
-        await worker.ended()
-    worker._own.terminate()  # as the actor's end does
-    assert worker._own.wait(PATIENT_S) == 0
-    await let_go(worker)
     again = Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode", adopts=True)
-    with pytest.raises(WorkerFailed, match="worker-0 has ended with its actor: its Ray node has no node process"):
-        await again.start()
+    try:
+        assert await worker.start() == report | {"pod": ""}
+        assert worker._own is not None
+        (process,) = psutil.Process(worker._own.pid).children()
+        await asyncio.wait_for(worker.kill(), 20)
+        assert not process.is_running()
+        with pytest.raises(WorkerFailed, match="worker-0 was killed by SIGKILL"):
+            await worker.ended()
+        with pytest.raises(WorkerFailed, match="worker-0 has ended with its actor: its Ray node has no node process"):
+            await again.start()
+    finally:
+        await let_go(worker, again)
 
 
 @pytest.fixture
