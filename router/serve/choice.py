@@ -68,10 +68,6 @@ class Choice:
     """Set when a worker decodes it, or when it has ended without that."""
     kv_is_on: str = ""
     """The decode worker that has the prompt's KV; empty: none yet."""
-    superseded: list[WorkerStream[Decoding]] = field(default_factory=list)
-    """Calls on workers that the choice has migrated from. They outlive their attempt and are cancelled when the choice
-    ends."""
-
     images: RequestImages | None = None
     """Images of its prompt; None: it has none."""
 
@@ -158,11 +154,6 @@ class Choice:
         """Record that its decode worker has the prompt's KV now, so its followers may be placed there."""
         self.kv_is_on = self.decode_worker
         self.has_begun.set()
-
-    def leave_superseded(self) -> None:
-        """Cancel the calls on workers that the choice has migrated from; idempotent."""
-        for stream in self.superseded:
-            stream.leave()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,8 +120,8 @@ class _Run:
         return self._attempt is not None
 
     def take_up(self, attempt: Attempt) -> None:
-        """Begin an attempt."""
-        self._attempt = attempt
+        """Begin an attempt, which owns the old call of a migration from now on."""
+        self._attempt, self.moves_to = attempt, None
 
     def own(self, stream: WorkerStream[Any]) -> WorkerStream[Any]:
         """Let a call wake this choice."""
@@ -228,7 +228,6 @@ class ChoiceDriver:
         run = _Run(choice, expected)
         event: Event = Begun(
             max_attempts=self._config.max_attempts,
-            num_emitted=len(choice.emitted),
             is_search=spec.sampling.use_beam_search,
             has_images=choice.images is not None,
         )
@@ -263,10 +262,9 @@ class ChoiceDriver:
             run.count_unread()
             raise
         finally:
-            await self._leave_calls(run)
             # Followers wait for this flag, so it is also set if the choice was refused, failed or was cancelled.
             choice.has_begun.set()
-            choice.leave_superseded()
+            await self._leave_calls(run)
 
     async def _next(self, run: _Run, wanted: Await) -> Event:
         """Return the next event, of the first source that has one."""
@@ -322,10 +320,8 @@ class ChoiceDriver:
                 run.moving = asyncio.create_task(self._migration.prepare(run.attempt, run.decode))
                 run.moving.add_done_callback(lambda _: run.arrived.set())
             case KeepOldCall():
-                # It is not read any more. The next worker computes the tokens that still arrive on it again, and draws
-                # the same ones.
-                assert run.decode is not None
-                choice.superseded.append(run.decode)
+                # The next attempt owns it, and begins before anything else happens. It is not read any more: the next
+                # worker computes the tokens that still arrive on it again, and draws the same ones.
                 run.decode = None
             case GoBack():
                 choice.go_back()
@@ -508,7 +504,6 @@ class ChoiceDriver:
         """Place the choice, and admit it if this is its first attempt. Raises the errors of `_begin`."""
         choice = run.choice
         spec = choice.next_spec(time.monotonic(), run.num_expected_tokens)
-        run.moves_to = None
         attempt = await self._begin(choice, spec, prepared)
         run.take_up(attempt)
         return Placed(attempt.assignment.placement)

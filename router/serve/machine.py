@@ -70,12 +70,10 @@ class Begun:
 
     max_attempts: int
     """Consecutive failures after which it is given up."""
-    num_emitted: int = 0
-    """Tokens of the answer that another router has emitted."""
     is_search: bool = False
-    """It is a beam search."""
+    """True if the choice is a beam search."""
     has_images: bool = False
-    """Its prompt has images."""
+    """True if the prompt has images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +312,7 @@ class ChoiceMachine:
     """The next attempt carries all images, because a worker lacked them or failed."""
     _begun: Begun = Begun(max_attempts=1)
     _num_emitted: int = 0
-    """Tokens of the answer so far."""
+    """Tokens that workers have sent to this router."""
     _failures: tuple[Failure, ...] = ()
     """Consecutive failures, see `router.serve.retry`."""
     _placement: Placement | None = None
@@ -334,7 +332,7 @@ class ChoiceMachine:
             case NewTokens():
                 return self._tokens(event)
             case Begun():
-                self._begun, self._num_emitted = event, event.num_emitted
+                self._begun = event
                 return Step((), PLACE)
             case Placed(placement):
                 return self._placed(placement)

@@ -92,6 +92,8 @@ def event_of(line: str) -> Event:
         case "tokens":
             numbers = tuple(int(word.rstrip(".")) for word in words)
             return NewTokens(token_ids=numbers, finish_reason=FinishReason.LENGTH if rest.endswith(".") else None)
+        case "searched":
+            return NewTokens(token_ids=(), finish_reason=None, num_searched=int(rest))
         case "transferred":
             return Transferred(1, 1, 0.0, 0.0)
         case "migrate":
@@ -285,6 +287,22 @@ d0 (decode): lost; d1 (decode): lost
         migrate search           -> decoding: reach, prepare move; await decode migration
         migrate search           -> decoding: reach; await decode migration
         ready                    -> placing: keep old call, leave calls, go back; take the next worker
+    """,
+    "the first tokens of a beam search, which no client gets yet": """
+        begun search             -> placing: find place
+        placed d0                -> computing: open decode; await decode
+        searched 3               -> decoding: has kv, computed, emit ; await decode
+    """,
+    "failures do not add up over a long answer": """
+        begun                    -> placing: find place
+        placed d0                -> computing: open decode; await decode
+        d0 dies                  -> placing: leave calls, go back, d0 failed; find place
+        placed d0                -> computing: open decode; await decode
+        d0 dies                  -> placing: leave calls, go back, d0 failed; find place
+        placed d0                -> computing: open decode; await decode
+        tokens 0 1 2 3 4 5 6 7   -> decoding: has kv, computed, emit 0 1 2 3 4 5 6 7; await decode
+        tokens 8 9 0 1 2 3 4 5   -> decoding: emit 8 9 0 1 2 3 4 5; await decode
+        d0 dies                  -> placing: leave calls, go back, d0 failed; find place
     """,
     "a worker lacks the images, twice": """
         begun images             -> placing: find place
@@ -498,3 +516,11 @@ def test_the_worker_of_a_failure_is_avoided_and_images_are_carried() -> None:
     machine.on(event_of("placed d1"))
     machine.on(event_of("d1 is full"))
     assert machine.avoid.refused == {"d1"}
+
+
+def test_nothing_is_pulled_from_a_worker_that_has_failed_to_transfer() -> None:
+    machine = ChoiceMachine()
+    for line in ("begun", "placed p0 d0", "ticket", "first 4", "p0 fails to transfer"):
+        machine.on(event_of(line))
+    assert machine.avoid.no_sources == {"", "p0"}
+    assert machine.avoid.doubted == {"d0"}
