@@ -40,6 +40,7 @@ from router.serve.choice import Assignment, Attempt, Choice, ChoiceGroup
 from router.serve.decisions import DecisionLog, PlacementDecision
 from router.serve.events import EventKind, failed_text, placed_text
 from router.serve.machine import (
+    AWAIT_DECODE,
     Answered,
     Await,
     Begun,
@@ -123,10 +124,12 @@ class _Run:
         """Begin an attempt, which owns the old call of a migration from now on."""
         self._attempt, self.moves_to = attempt, None
 
-    def own(self, stream: WorkerStream[Any]) -> WorkerStream[Any]:
-        """Let a call wake this choice."""
-        stream.on_arrival = self.arrived.set
-        return stream
+    def wake_by(self, sources: Sequence[Source]) -> None:
+        """Let the calls among the sources wake this choice."""
+        self.arrived.clear()
+        for source in sources:
+            if source is not Source.MIGRATION:
+                self._stream(source).on_arrival = self.arrived.set
 
     def preempt(self) -> None:
         """End the wait for the first token."""
@@ -137,13 +140,25 @@ class _Run:
         """Return the next event of a source; None: it has none yet."""
         if source is Source.MIGRATION:
             return self._moved()
-        stream: WorkerStream[Any] | None = self.decode if source is Source.DECODE else self.prefill
-        assert stream is not None
         try:
-            event: Event | None = stream.take()
+            event: Event | None = self._stream(source).take()
         except WorkerCallError as failure:
             return CallFailed(source, failure.worker, failure.error)
         return event
+
+    def _stream(self, source: Source) -> WorkerStream[Any]:
+        stream: WorkerStream[Any] | None = self.decode if source is Source.DECODE else self.prefill
+        assert stream is not None
+        return stream
+
+    async def next_tokens(self) -> Event:
+        """Return the next event of the decode worker's call, when nothing else is awaited."""
+        assert self.decode is not None
+        self.decode.on_arrival = None
+        try:
+            return await self.decode.read()
+        except WorkerCallError as failure:
+            return CallFailed(Source.DECODE, failure.worker, failure.error)
 
     def _moved(self) -> Event | None:
         assert self.moving is not None
@@ -268,9 +283,11 @@ class ChoiceDriver:
 
     async def _next(self, run: _Run, wanted: Await) -> Event:
         """Return the next event, of the first source that has one."""
+        if wanted is AWAIT_DECODE and run.is_begun:
+            return await run.next_tokens()
         time_up_s = math.inf if wanted.timeout_s is None else time.monotonic() + wanted.timeout_s
         while True:
-            run.arrived.clear()
+            run.wake_by(wanted.sources)
             for source in wanted.sources:
                 if (event := run.take(source)) is not None:
                     self._has_room(run)
@@ -351,7 +368,7 @@ class ChoiceDriver:
                 images=attempt.images,
                 trace=choice.trace,
             )
-        run.decode = run.own(stream)
+        run.decode = stream
         self._waiting[entry] = run
         timeout_s = self._first_token_timeout_s(attempt)
         if not (choice.emitted or choice.has_begun.is_set()):
@@ -365,15 +382,13 @@ class ChoiceDriver:
         # A KV transfer needs no permit: the router names the receiver, by the address in its lease.
         run.ticket = replace(ticket, kv_address=assignment.decode.info.address)
         self._reports.room(attempt)
-        run.prefill = run.own(
-            self._client.prefill(
-                assignment.prefill,
-                attempt.spec,
-                run.ticket,
-                source=assignment.source,
-                images=attempt.images,
-                trace=run.choice.trace,
-            )
+        run.prefill = self._client.prefill(
+            assignment.prefill,
+            attempt.spec,
+            run.ticket,
+            source=assignment.source,
+            images=attempt.images,
+            trace=run.choice.trace,
         )
         # In a migration the prefill worker is the one that leaves, and the old call decodes on it. The new call started
         # first, so that worker is never without a call, and cannot exit before it has sent the KV.

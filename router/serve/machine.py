@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from baton.cluster import Worker
 from baton.errors import BatonError, ImagesMissing, InvalidRequest, TransferCancelled, WorkerDraining
@@ -76,8 +77,7 @@ class Begun:
     """True if the prompt has images."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """Workers are chosen, and the choice is admitted."""
 
     placement: Placement
@@ -139,22 +139,19 @@ Event = (
 # -- instructions ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OpenDecode:
+class OpenDecode(NamedTuple):
     """Start the call on the decode worker."""
 
     await_kv: bool
 
 
-@dataclass(frozen=True, slots=True)
-class OpenPrefill:
+class OpenPrefill(NamedTuple):
     """Record that the decode worker has room, and start the call on the prefill worker, which sends the KV there."""
 
     ticket: Ticket
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(NamedTuple):
     """Record that the prompt is computed: the wait for the first token is over."""
 
     report: PrefillReport
@@ -165,15 +162,13 @@ class HasKv:
     """Record that the decode worker has the prompt's KV, so that other choices of the request may be placed there."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoteTransfer:
+class NoteTransfer(NamedTuple):
     """Record the prefill worker's report on the KV transfer."""
 
     report: Transferred
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(NamedTuple):
     """Pass tokens on to the client."""
 
     tokens: NewTokens
@@ -282,14 +277,14 @@ class GiveUp:
 Then = FindPlace | Await | End | GiveUp
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """Instructions to carry out in this order, and how the next event comes."""
 
     instructions: tuple[Instruction, ...]
     then: Then
 
 
+DECODING = State.DECODING
 DECODE, PREFILL, MIGRATION = Source.DECODE, Source.PREFILL, Source.MIGRATION
 AWAIT_DECODE = Await((DECODE,))
 PLACE, MOVE = FindPlace(), FindPlace(is_move=True)
@@ -330,6 +325,9 @@ class ChoiceMachine:
         """
         match event:
             case NewTokens():
+                if self.state is DECODING and self._awaits_tokens_alone and event.finish_reason is None:
+                    self._num_emitted += len(event.token_ids)  # nearly every event
+                    return Step((Emit(event),), AWAIT_DECODE)
                 return self._tokens(event)
             case Begun():
                 self._begun = event
@@ -482,8 +480,12 @@ class ChoiceMachine:
         self._num_emitted += len(tokens.token_ids)
         return (Emit(tokens),)
 
+    @property
+    def _awaits_tokens_alone(self) -> bool:
+        return not (self._lacks_report or self._is_moving)
+
     def _await_tokens(self) -> Await:
-        if not (self._lacks_report or self._is_moving):
+        if self._awaits_tokens_alone:
             return AWAIT_DECODE
         sources = (DECODE, *((PREFILL,) if self._lacks_report else ()), *((MIGRATION,) if self._is_moving else ()))
         return Await(sources)
