@@ -213,12 +213,22 @@ class WorkerLives:
                 raise from_rpc_error(error, worker.id) from error
 
     async def end_all(self) -> None:
-        """Let every worker leave the cluster, and end its process. No other command may be in progress."""
+        """Let every worker leave the cluster, and end its process. No other command may be in progress.
+
+        A worker that has lost its actor, and is not adopted in time, ends by itself after `cluster.orphan_timeout_s`.
+        """
         await cancel_and_wait(self._leaving)
         phases = (WorkerPhase.READY, WorkerPhase.LEAVING)
-        await asyncio.gather(
-            *(self._end(w, w.is_placed and not w.is_silent and w.phase in phases) for w in self.workers.values())
-        )
+        ending = {
+            asyncio.create_task(self._end(w, w.is_placed and not w.is_silent and w.phase in phases), name=str(w))
+            for w in self.workers.values()
+        }
+        if ending:
+            _, late = await asyncio.wait(ending, timeout=self._config.stop_timeout_s)
+            if late:
+                names = ", ".join(sorted(task.get_name() for task in late))
+                logger.warning("%s may still run: Ray does not end them in time", names)
+            await cancel_and_wait(late)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GONE_S):
                 while left := await self._actors.ids():
@@ -344,6 +354,8 @@ class WorkerLives:
                 return adopting.result()
         except ActorLost as error:
             logger.debug("%s is not adopted yet: %s", worker, error)
+            self._send_off(self._end_actor(coming), f"the actor of {worker.id} is ended")
+            return None
         except BatonError:
             self._send_off(self._kill(coming), f"the actor of {worker.id} is killed")
             raise
@@ -390,13 +402,23 @@ class WorkerLives:
         return self._config.drain_timeout_s if own_s is None else own_s
 
     async def _end(self, worker: ManagedWorker, can_answer: bool) -> None:
-        """End the process and its actor. A worker that cannot answer has nothing to transfer."""
+        """End the process and its actor. A worker that cannot answer has nothing to transfer.
+
+        If Ray has lost the actor, the next one ends the process: without an order it would stay on its node.
+        """
         await cancel_and_wait([worker.task] if worker.task else [])
-        if worker.actor:
-            if can_answer:
-                with contextlib.suppress(BatonError):
-                    await self._actors.stop(await worker.actor, self._config.stop_timeout_s / 2)
+        while worker.actor:
+            try:
+                if can_answer:
+                    await self._actors.stop(await asyncio.shield(worker.actor), self._config.stop_timeout_s / 2)
+            except ActorLost as error:
+                if worker.incarnation:
+                    worker.actor = asyncio.ensure_future(self._successor(worker, error))
+                    continue
+            except BatonError:
+                pass  # the process has ended
             await self._kill(worker.actor)
+            return
 
     async def _kill(self, coming: asyncio.Future[Any]) -> None:
         try:
@@ -404,6 +426,11 @@ class WorkerLives:
         except BatonError:
             return  # there is none
         await self._actors.kill(actor)
+
+    async def _end_actor(self, coming: asyncio.Future[Any]) -> None:
+        """End an actor whose answer is lost. It may have adopted the worker, which serves on."""
+        with contextlib.suppress(BatonError):  # there is none
+            await self._actors.end_only(await asyncio.shield(coming))
 
     def _send_off(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = self._spawn(work, name)

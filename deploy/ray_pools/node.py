@@ -55,6 +55,8 @@ from deploy.ray_pools.supervisor import StartOrder, Supervisor, WorkerProcess
 
 SOCKET = "NODE_SOCKET"
 """Environment variable with the path of the socket for actors."""
+FILES = frozenset({"socket", "workers", "workers.new", "ready", "started", "alive"})
+"""Names in the folder."""
 IDLE_S = 60.0
 """Time without a worker after which a node counts as started: there is no model to wait for."""
 MAX_LINE = 2**16
@@ -209,10 +211,13 @@ class Node:
             it.
         lines: writer of the workers' output and of log lines.
         tells_states: also write lines about the workers' states.
+
+    Raises:
+        OSError: the folder cannot be created, or has other files.
     """
 
     def __init__(self, folder: Path, lines: Lines, *, tells_states: bool) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         folder.mkdir(parents=True, mode=0o700)
         self._folder = folder
         self._lines = lines
@@ -270,7 +275,8 @@ class Node:
         while True:
             self._workers.look(time.monotonic())
             self._show()
-            (self._folder / "alive").touch()
+            with contextlib.suppress(OSError):
+                (self._folder / "alive").touch()
             await asyncio.sleep(TICK_S)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -371,7 +377,11 @@ class Node:
         self._show()
 
     def _show(self) -> None:
-        """Write the probes' files."""
+        """Write the probes' files. If that is impossible, for instance on a full disk, they stay as they are."""
+        with contextlib.suppress(OSError):
+            self._write_files()
+
+    def _write_files(self) -> None:
         text = "; ".join(self._workers.says.values()) or "no worker is here"
         temporary = self._folder / "workers.new"
         temporary.write_text(text + "\n")
@@ -381,6 +391,13 @@ class Node:
                 (self._folder / name).touch()
             else:
                 (self._folder / name).unlink(missing_ok=True)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder of an earlier node process. Raises OSError if it has other files, which are a user's."""
+    if folder.exists() and (others := {path.name for path in folder.iterdir()} - FILES):
+        raise FileExistsError(f"{folder} is no folder of a node process: it has {', '.join(sorted(others)[:3])}")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _answer(writer: asyncio.StreamWriter, **values: object) -> None:
@@ -449,7 +466,7 @@ async def run(
         Ray's last exit status as a shell shows it; 0 without a command.
 
     Raises:
-        OSError: the command cannot be run.
+        OSError: the command cannot be run, or the folder has other files.
     """
     node, stop = Node(folder, lines, tells_states=bool(command)), Stop()
     loop = asyncio.get_running_loop()
