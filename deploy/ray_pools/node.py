@@ -69,6 +69,8 @@ MAX_QUEUED, FULL_S = 1000, 5.0
 """Maximum number of queued lines. If there are more, each further line of a worker waits, for at most `FULL_S`."""
 LAST_WORDS_S = 2.0
 """Timeout, after the end of a process, for its remaining output."""
+REPORT_S = 0.2
+"""Timeout for the report of a worker that has ended."""
 TICK_S = 1.0
 """Interval at which the probes' files are written."""
 RESTART_S = (1.0, 2.0, 5.0, 10.0)
@@ -136,13 +138,14 @@ class Lines:
 
     def write(self, entry: Entry) -> None:
         """Write a log line."""
-        now = datetime.now(UTC).isoformat(timespec="microseconds")
         if self._is_json:
+            now = datetime.now(UTC).isoformat(timespec="microseconds")
             parts = {"timestamp": now, "level": entry.level, "logger": entry.logger, "process": os.getpid()}
             parts |= {"service": "baton-node", "message": entry.message}
             self._write(json.dumps(parts | ({"worker": entry.worker} if entry.worker else {})))
         else:
             prefix = f"[{entry.worker}] " if entry.worker and not self._is_raw else ""
+            now = f"{time.strftime('%Y-%m-%d %H:%M:%S')},{datetime.now(UTC).microsecond // 1000:03d}"
             self._write(f"{prefix}{now} {entry.level} {os.getpid()} {entry.logger}: {entry.message}")
 
     def _write(self, text: str) -> None:
@@ -336,8 +339,13 @@ class Node:
         """Relay a worker's output and report until its end, and record its end."""
         relaying = asyncio.create_task(self.relay(worker.output, "output", worker.id))
         reader, writer = await asyncio.open_connection(sock=worker.reports, limit=MAX_ORDER)
-        if line := await reader.readline():
+        reporting = asyncio.create_task(reader.readline())
+        first: list[asyncio.Future[Any]] = [reporting, worker.ended]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([reporting], timeout=REPORT_S)  # a child of the worker may still have the socket
+        if reporting.done() and (line := reporting.result()):
             worker.report.set_result(line.decode())
+        reporting.cancel()
         writer.close()
         status = await worker.ended
         await asyncio.wait([relaying], timeout=LAST_WORDS_S)
@@ -368,6 +376,7 @@ class Node:
 
     def _tell_orphaned(self, worker: str, what: str) -> None:
         if not self._is_ending:
+            self._keep(f"{worker} {what}".encode(), worker)
             self.say(f"{worker} {what}", worker=worker)
 
     def _note(self, worker: str, state: str, reason: str) -> None:

@@ -527,16 +527,18 @@ async def test_a_worker_whose_actor_ray_has_lost_serves_on_and_is_adopted(
         await until(lambda: num_ready(it) == 2)
         it.actors.has_node = False
         it.actors.lose("worker-1")
+        await until(lambda: "worker-1 (decode) has lost its Ray actor" in caplog.text)
+        await it.orders.scale("decode", 3)
         await asyncio.sleep(0.3)
         assert it.actors.orphans == {"worker-1"}
-        assert num_ready(it) == 2
+        assert (num_ready(it), it.actors.num_created) == (2, 2), "a new worker would take its room"
         it.actors.has_node = True
         await until(lambda: "worker-1" in it.actors.alive)
-        await asyncio.sleep(0.1)
-        assert (num_ready(it), it.actors.num_created) == (2, 2)
+        await until(lambda: num_ready(it) == 3)
+        assert it.actors.num_created == 3
         it.actors.alive["worker-1"].dead.set()
-        await until(lambda: it.actors.num_created == 3 and num_ready(it) == 2)
-    assert "worker-1 (decode) has lost its Ray actor (its node has died)" in caplog.text
+        await until(lambda: it.actors.num_created == 4 and num_ready(it) == 3)
+    assert "worker-1 (decode) has lost its Ray actor, and serves on (its node has died)" in caplog.text
 
 
 async def test_a_worker_that_has_died_with_its_actor_is_started_again(

@@ -216,8 +216,10 @@ async def test_a_worker_that_hangs_does_not_stay_without_an_actor(tmp_path: Path
             if is_told:
                 link.send_signal(signal.SIGTERM)
                 await until(lambda: bool(written(here.socket, "decode-0")), PATIENT_S)
-        await until(lambda: bool(written(here.socket, "decode-0")), PATIENT_S)
-        pid = int(written(here.socket, "decode-0")[0])
+        pids = await until(
+            lambda: [int(line) for line in written(here.socket, "decode-0") if line.isdigit()], PATIENT_S
+        )
+        pid = pids[0]
         await until(lambda: not is_alive(pid), PATIENT_S)
         assert "decode-0 has not ended 0.2 s after SIGTERM: it is killed" in here.end()
 
@@ -264,8 +266,9 @@ async def test_gpus_of_workers_that_ray_has_forgotten_are_not_given_away(tmp_pat
             await zero.ended()
         async with actor(here, "decode-0") as zero:
             await zero.start(order(shows, gpus=["1"], share=1.0), "")
-            wait_until(lambda: written(here.socket, "decode-0") == ["0", "0"])
-            assert written(here.socket, "decode-1") == ["1"]
+            wait_until(lambda: [line for line in written(here.socket, "decode-0") if line.isdigit()] == ["0", "0"])
+            assert written(here.socket, "decode-1")[0] == "1"
+            assert "decode-1 has lost its Ray actor" in written(here.socket, "decode-1")[1]
 
 
 async def test_ray_is_started_again_while_workers_run(tmp_path: Path) -> None:
