@@ -46,7 +46,7 @@ from engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup, StateSpec
 from engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from engine.model.kv_cache import KVCache
 from engine.model.last_tokens import LastTokens
-from engine.model.rows import drawn, rows_of
+from engine.model.logits_runner import drawn, rows_of
 from engine.sampling.pipeline import SAMPLER, Sampler
 from engine.sampling.row import Row
 from engine.sampling.scores import scores_of
