@@ -333,7 +333,7 @@ def wire_compat(model_identity: str, spec: KVSpec) -> str:
     """Return the identity of what two workers must share to connect: the model and the structure of its KV.
 
     Block size, KV data type and tensor-parallel degree are not part of it: the transfer plan converts between them, or
-    refuses with a message (`kvstore.transfer.protocol.layout.mismatch`). Pages of int8 have another structure, since
+    refuses with a message (`kvstore.transfer.protocol.plan.mismatch`). Pages of int8 have another structure, since
     their scales count among the dimensions.
     """
     groups = "|".join(f"{g.name}:{len(g.layers)}:{g.k_dim}:{g.v_dim}:{g.window}" for g in spec.groups)

@@ -35,8 +35,7 @@ from kvstore.transfer.connection.control_stream import caller_of
 from kvstore.transfer.connection.incoming import Caller, IncomingConnection
 from kvstore.transfer.connection.reservations import Arrival, Expected, Reservations
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
-from kvstore.transfer.protocol.layout import AUTO, block_size_of, mismatch, window_begins
-from kvstore.transfer.protocol.plan import require_fitting_slots
+from kvstore.transfer.protocol.plan import AUTO, block_size_of, mismatch, require_fitting_slots, window_begins
 from kvstore.transfer.stats import TransferStats
 from kvstore.transfer.transport.select import (
     LocalRank,

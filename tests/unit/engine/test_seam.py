@@ -38,7 +38,7 @@ from engine.core.step_fit import StepFit, StepSize
 from engine.model.kv_cache import KVCache
 from engine.testing import ArithmeticRunner, expected_tokens
 from kvstore.transfer.endpoint import KvEndpoint
-from kvstore.transfer.protocol.layout import layout_of
+from kvstore.transfer.protocol.plan import layout_of
 from kvstore.worker_context import WorkerContext
 from prefill_worker.service import PrefillService
 from tests.unit.engine.core.test_engine import (

@@ -39,7 +39,7 @@ from engine.testing import ArithmeticRunner
 from kvstore.transfer.copy.blocks import choose_copies
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker
-from kvstore.transfer.protocol.layout import heads_of
+from kvstore.transfer.protocol.plan import heads_of
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender, OutgoingTransfer
 from kvstore.worker_context import WorkerContext

@@ -40,8 +40,7 @@ from kvstore.transfer.connection.outgoing import TransferPart
 from kvstore.transfer.connection.reservations import Arrival, Expected
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.chunk_header import VOID, Header, unpack
-from kvstore.transfer.protocol.layout import layout_of, rank_spec
-from kvstore.transfer.protocol.plan import Chunk
+from kvstore.transfer.protocol.plan import Chunk, layout_of, rank_spec
 from kvstore.transfer.sender import KvSender, OutgoingTransfer
 from prefill_worker.service import PrefillService
 from tests.support.objects import only_new_objects_are_collected

@@ -21,7 +21,7 @@ from engine.core.sequence import Purpose
 from engine.model.kv_cache import KVCache
 from engine.testing import ArithmeticRunner, expected_tokens
 from kvstore.transfer.connection.reservations import Arrival, Expected
-from kvstore.transfer.protocol.layout import layout_of, rank_spec
+from kvstore.transfer.protocol.plan import layout_of, rank_spec
 from prefill_worker.service import PrefillService
 from tests.unit.kvstore.transfer.peers import (
     NUM_BLOCKS,

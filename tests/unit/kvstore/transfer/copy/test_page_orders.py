@@ -10,8 +10,7 @@ import torch
 
 from engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, PageOrder
 from kvstore.transfer.copy.blocks import BlockCopier
-from kvstore.transfer.protocol.layout import layout_of, mismatch, source_ranks
-from kvstore.transfer.protocol.plan import WireOptions, plan
+from kvstore.transfer.protocol.plan import WireOptions, layout_of, mismatch, plan, source_ranks
 from tests.unit.engine.grouped import PlainCache
 
 NUM_TOKENS = 150
