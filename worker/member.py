@@ -25,10 +25,9 @@ from baton.tls import member_tls
 from baton.trust import Principal, open_keys
 from engine.core.block_pool import Removed, Stored
 from engine.core.engine import Engine
-from engine.core.kv_spec import KVSpec
 from engine.core.loop import EngineLoop
 from engine.core.outputs import EngineEvent, Idle
-from engine.core.runner import Runner
+from engine.core.runner import KVSpec, Runner
 from engine.core.scheduler import SchedulerLimits
 from engine.core.serving import ServingEngine
 from kvstore.index import IndexPublisher, RedisConnection, RedisIndex, StreamBounds

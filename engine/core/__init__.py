@@ -16,7 +16,6 @@ __all__ = [
     "faults",
     "group_pool",
     "image_store",
-    "kv_spec",
     "loop",
     "ngrams",
     "outputs",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from baton.cluster import BlockCounts
-from engine.core.kv_spec import EMPTY_PLACE
+from engine.core.runner import EMPTY_PLACE
 
 MAX_MARGIN = 2.0
 """Largest margin, as a multiple of the cache size."""

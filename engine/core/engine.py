@@ -33,9 +33,8 @@ from engine.core.block_pool import BlockChange
 from engine.core.drafting import drafter_of
 from engine.core.group_pool import GroupPool
 from engine.core.image_store import ImageStore
-from engine.core.kv_spec import EMPTY_PLACE, BlockTables
 from engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Preempted, Refused, Reserved
-from engine.core.runner import Runner, StepInput, StepOutput
+from engine.core.runner import EMPTY_PLACE, BlockTables, Runner, StepInput, StepOutput
 from engine.core.scheduler import Schedule, Scheduler, SchedulerLimits, can_plan_ahead
 from engine.core.sequence import Purpose, Search, Sequence, Status
 from engine.core.step_fit import StepFit, StepSize

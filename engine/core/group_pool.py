@@ -24,9 +24,8 @@ from typing import NamedTuple
 from baton.blocks import num_blocks_for
 from baton.cluster import BlockCounts
 from engine.core.block_pool import BlockChange, BlockPool, Stored
-from engine.core.kv_spec import EMPTY_PLACE, BlockTables, KVSpec
 from engine.core.pool_sizes import ROWS_PER_SEQUENCE
-from engine.core.runner import BlockCopy
+from engine.core.runner import EMPTY_PLACE, BlockCopy, BlockTables, KVSpec
 from engine.core.sequence import Purpose, Sequence, Status
 
 

@@ -25,7 +25,6 @@ from engine.core.adapter_loader import AdapterLoader
 from engine.core.adapters import needs_adapter, refuse_without_slots
 from engine.core.engine import Engine, images_of, require_computable
 from engine.core.faults import Fault, fault_of
-from engine.core.kv_spec import BlockTables, KVSpec
 from engine.core.outputs import (
     EngineLoad,
     Generated,
@@ -37,7 +36,18 @@ from engine.core.outputs import (
     Pin,
     Refused,
 )
-from engine.core.runner import Fence, LaunchedStep, OnLayerDone, Runner, StepInput, StepOutput, StepPart, ignore_layer
+from engine.core.runner import (
+    BlockTables,
+    Fence,
+    KVSpec,
+    LaunchedStep,
+    OnLayerDone,
+    Runner,
+    StepInput,
+    StepOutput,
+    StepPart,
+    ignore_layer,
+)
 from engine.core.sequence import Purpose, Sequence, Status
 from engine.core.step_fit import StepSize
 

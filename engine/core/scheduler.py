@@ -23,8 +23,7 @@ from dataclasses import dataclass, field, replace
 from baton.costs import ITL_TARGET, LEAST_SHARE, PRIOR, StepCosts
 from engine.core.drafting import Drafter
 from engine.core.group_pool import GroupPool, SequenceBlocks
-from engine.core.kv_spec import BlockTables
-from engine.core.runner import StepInput, StepPart
+from engine.core.runner import BlockTables, StepInput, StepPart
 from engine.core.sequence import Purpose, Sequence, Status
 
 MAX_SCORED = 128

@@ -27,9 +27,9 @@ from baton.scores import NO_SCORES, Drawn, Sampled, TokenScores
 from baton.tokenizer_file import end_of_sequence_ids
 from engine.core.faults import Fault, fault_of
 from engine.core.image_store import ImageStore
-from engine.core.kv_spec import FP8
 from engine.core.pool_sizes import ROWS_PER_SEQUENCE, PoolNeeds, pool_bytes, sizes_within, table_sizes
 from engine.core.runner import (
+    FP8,
     BlockCopy,
     ComputedStep,
     LaunchedStep,

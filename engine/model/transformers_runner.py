@@ -19,10 +19,12 @@ from baton.memory import GIB
 from baton.messages import Adapter
 from baton.sampling import SamplingParams
 from engine.core.faults import Fault, fault_of
-from engine.core.kv_spec import EMPTY_PLACE, INT8, KVSpec
 from engine.core.runner import (
+    EMPTY_PLACE,
+    INT8,
     ComputedStep,
     Fence,
+    KVSpec,
     LaunchedStep,
     NotedLayers,
     OnLayerDone,

@@ -30,7 +30,7 @@ from baton.blocks import num_blocks_for
 from baton.errors import TransferError, TransferRefused, text_of
 from baton.messages import FromSender, Hello, SessionFailed, Ticket
 from baton.tasks import cancel_and_wait
-from engine.core.kv_spec import EMPTY_PLACE
+from engine.core.runner import EMPTY_PLACE
 from kvstore.transfer.connection.control_stream import caller_of
 from kvstore.transfer.connection.incoming import Caller, IncomingConnection
 from kvstore.transfer.connection.reservations import Arrival, Expected, Reservations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from baton.config import TransferConfig
     from baton.trust import KeyFile
-    from engine.core.kv_spec import BlockTables
+    from engine.core.runner import BlockTables
     from kvstore.transfer.local_worker import LocalWorker
     from kvstore.transfer.pipeline.thread import TransportThread
     from kvstore.transfer.transport.base import Nearness, ReceivingTransport

@@ -52,9 +52,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from baton.config import TransferConfig
-    from engine.core.kv_spec import BlockTables
     from engine.core.outputs import KvProgress
-    from engine.core.runner import Fence
+    from engine.core.runner import BlockTables, Fence
     from kvstore.transfer.local_worker import LocalWorker
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
-from engine.core.kv_spec import EMPTY_PLACE
+from engine.core.runner import EMPTY_PLACE
 from engine.model.kv_cache import KVCache
 from kvstore.transfer.copy import blocks, kernel_choice
 from kvstore.transfer.copy.blocks import BlockCopier

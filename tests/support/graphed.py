@@ -11,8 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.sampling import SamplingParams
-from engine.core.kv_spec import KVSpec
-from engine.core.runner import OnLayerDone, StepPart, ignore_layer
+from engine.core.runner import KVSpec, OnLayerDone, StepPart, ignore_layer
 from engine.model.attention import ATTENTION_NAME, set_step
 from engine.model.attention_choice import TorchAttention
 from engine.model.kv_cache import KVCache

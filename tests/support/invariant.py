@@ -11,8 +11,7 @@ import torch
 from baton.errors import ModelLoadError
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES
-from engine.core.kv_spec import KVSpec, LayerGroup
-from engine.core.runner import StepPart, ignore_layer
+from engine.core.runner import KVSpec, LayerGroup, StepPart, ignore_layer
 from engine.model.attention import ATTENTION_NAME, set_step
 from engine.model.attention_probe import PROBE_ROOM, ProbedHeads, is_batch_invariant, probe_cache
 from engine.model.batch_invariance import RowByRow, make_invariant

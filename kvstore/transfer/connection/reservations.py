@@ -32,7 +32,7 @@ from kvstore.transfer.stats import TransferStats
 
 if TYPE_CHECKING:
     from baton.config import TransferConfig
-    from engine.core.kv_spec import BlockTables
+    from engine.core.runner import BlockTables
     from kvstore.transfer.connection.control_stream import ControlStream
     from kvstore.transfer.local_worker import LocalWorker
 

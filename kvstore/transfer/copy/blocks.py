@@ -33,7 +33,7 @@ import torch
 
 from baton.blocks import HASH_BLOCK
 from baton.errors import TransferError
-from engine.core.kv_spec import EMPTY_PLACE
+from engine.core.runner import EMPTY_PLACE
 from engine.model.kv_cache import movable, movable_dtype, torch_dtype
 from kvstore.transfer.copy.checksum import digest_of, word_sum
 from kvstore.transfer.copy.kernel_choice import choose_kernels, kernels_of
@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.kv_layout import KvLayout
-    from engine.core.kv_spec import BlockTables, KVSpec, LayerGroup
-    from engine.core.runner import Fence
+    from engine.core.runner import BlockTables, Fence, KVSpec, LayerGroup
     from kvstore.transfer.copy.checksum import Checksum
     from kvstore.transfer.device import GpuDevice, StreamEvent
     from kvstore.transfer.protocol.plan import Chunk, TransferPlan

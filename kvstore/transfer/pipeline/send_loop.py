@@ -28,8 +28,7 @@ from kvstore.transfer.protocol.plan import EVERY_LAYER
 
 if TYPE_CHECKING:
     from baton.messages import Ticket
-    from engine.core.kv_spec import BlockTables
-    from engine.core.runner import Fence
+    from engine.core.runner import BlockTables, Fence
     from kvstore.transfer.copy.blocks import BlockCopier, Move
     from kvstore.transfer.pipeline.driven import DrivenMachine
     from kvstore.transfer.protocol.plan import Chunk, TransferPlan

@@ -52,7 +52,7 @@ from typing import TYPE_CHECKING, Final
 from baton.blocks import HASH_BLOCK
 from baton.errors import ConfigError
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
-from engine.core.kv_spec import DTYPE_BYTES, KVSpec, LayerGroup, PageOrder, StateSpec
+from engine.core.runner import DTYPE_BYTES, KVSpec, LayerGroup, PageOrder, StateSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -17,9 +17,8 @@ from typing import Any, cast
 
 from baton.messages import Ticket
 from engine.core.engine import Engine
-from engine.core.kv_spec import KVSpec
 from engine.core.outputs import Generated, Reserved
-from engine.core.runner import Fence
+from engine.core.runner import Fence, KVSpec
 from engine.core.sequence import Purpose
 from engine.model import transformers_model
 from kvstore.transfer.copy.blocks import BlockCopier, RankCache

@@ -27,10 +27,18 @@ from baton.messages import (
 from baton.scores import TokenScores
 from decode_worker.service import DecodeService
 from engine.core.engine import Engine
-from engine.core.kv_spec import KVSpec, LayerGroup, PageOrder
 from engine.core.loop import EngineLoop
 from engine.core.outputs import Generated, Preempted
-from engine.core.runner import UNKNOWN_TOKEN, OnLayerDone, StepInput, StepOutput, ignore_layer
+from engine.core.runner import (
+    UNKNOWN_TOKEN,
+    KVSpec,
+    LayerGroup,
+    OnLayerDone,
+    PageOrder,
+    StepInput,
+    StepOutput,
+    ignore_layer,
+)
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence
 from engine.core.serving import ServingEngine

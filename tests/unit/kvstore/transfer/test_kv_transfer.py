@@ -31,8 +31,7 @@ from baton.errors import (
 )
 from baton.messages import FirstToken, NewTokens, PrefillRequest, Ticket, Transferred
 from decode_worker.service import DecodeService
-from engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup
-from engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, ignore_layer
+from engine.core.runner import EMPTY_PLACE, Fence, KVSpec, LayerGroup, OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.sequence import Purpose
 from engine.model.kv_cache import KVCache
 from engine.testing import ArithmeticRunner, expected_tokens

@@ -16,7 +16,7 @@ from baton.blocks import block_keys
 from baton.errors import TransferCorrupted, TransferError, TransferRefused
 from baton.messages import FirstToken, NewTokens, PrefillRequest, Ticket, Transferred
 from decode_worker.service import DecodeService
-from engine.core.kv_spec import EMPTY_PLACE, KVSpec
+from engine.core.runner import EMPTY_PLACE, KVSpec
 from engine.core.sequence import Purpose
 from engine.model.kv_cache import KVCache
 from engine.testing import ArithmeticRunner, expected_tokens

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.errors import TransferError
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
-from engine.core.kv_spec import EMPTY_PLACE, BlockTables
+from engine.core.runner import EMPTY_PLACE, BlockTables
 from engine.model.kv_cache import KVCache, rounded, torch_dtype
 from kvstore.transfer.copy.blocks import BlockCopier, choose_copies
 from kvstore.transfer.copy.checksum import Xxh3

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.kv_spec import LayerGroup
+from engine.core.runner import LayerGroup
 from kvstore.transfer.copy.blocks import GpuIndex, runs_of
 from tests.fakes.gpu import FakeGpu
 
