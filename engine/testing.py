@@ -55,11 +55,11 @@ from engine.core.runner import (
     ignore_layer,
 )
 from engine.model.kv_cache import KVCache
-from engine.model.last_tokens import LastTokens
 from engine.model.logits_runner import drawn, rows_of
+from engine.model.rank_step import LastTokens
 from engine.sampling.pipeline import SAMPLER, Sampler
-from engine.sampling.row import Row
 from engine.sampling.scores import scores_of
+from engine.sampling.steps import Row
 from engine.sampling.structure import Structures
 
 NUM_LAYERS, NUM_BLOCKS, MODEL_LEN = 2, 4096, 8192

@@ -36,7 +36,6 @@ __all__ = [
     "kernel_attention",
     "kernels",
     "kv_cache",
-    "last_tokens",
     "latent",
     "logits_runner",
     "pages",

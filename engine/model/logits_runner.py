@@ -41,13 +41,12 @@ from engine.core.runner import (
     ignore_layer,
 )
 from engine.model.kv_cache import KVCache
-from engine.model.last_tokens import LastTokens
-from engine.model.rank_step import RankStep, order_for_packing
+from engine.model.rank_step import LastTokens, RankStep, order_for_packing
 from engine.model.self_check import tables_of
 from engine.model.shapes import ModelShape, arithmetic_dtype, longest_sequence, report_longest
 from engine.sampling.pipeline import SAMPLER, Sampler
-from engine.sampling.row import Row
 from engine.sampling.scores import scores_of
+from engine.sampling.steps import Row
 from engine.sampling.structure import Structures
 
 if TYPE_CHECKING:

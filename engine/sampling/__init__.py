@@ -7,7 +7,6 @@ resumed or migrated stream samples the same tokens.
 
 __all__ = [
     "pipeline",
-    "row",
     "scores",
     "steps",
     "structure",

@@ -8,7 +8,7 @@
     search    instead of best, weights and draw: the likeliest tokens of a beam
 
 A stage has a cost for the rows that use it, and next to none for the others. Every random decision uses one number from
-`row.uniform(seed, choice, position, purpose)`, and penalties are functions of the tokens before, so a token depends
+`steps.uniform(seed, choice, position, purpose)`, and penalties are functions of the tokens before, so a token depends
 only on its request and its logits: not on the batch, the worker or earlier requests.
 """
 
@@ -24,9 +24,8 @@ import torch
 from baton.sampling import SamplingParams
 from baton.scores import Candidates, Sampled
 from engine.sampling import steps, structure
-from engine.sampling.row import Row
 from engine.sampling.scores import RawLogits, falling
-from engine.sampling.steps import Histories
+from engine.sampling.steps import Histories, Row
 from engine.sampling.structure import Masks, Structures
 from engine.sampling.weights import BLOCK, EVERYTHING, Buffers, TokenWeights, WeightBounds, first_beyond
 from engine.uploads import uploaded

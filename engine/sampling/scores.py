@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from baton.scores import NO_SCORES, TokenScores
-from engine.sampling.row import Row
+from engine.sampling.steps import Row
 from engine.sampling.weights import Buffers
 
 LEAST = -9999.0

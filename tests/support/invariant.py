@@ -18,8 +18,8 @@ from engine.model.batch_invariance import RowByRow, make_invariant
 from engine.model.kv_cache import KVCache, torch_dtype
 from engine.model.rank_step import RankStep, order_for_packing
 from engine.sampling.pipeline import Sampler
-from engine.sampling.row import Row
 from engine.sampling.scores import scores_of
+from engine.sampling.steps import Row
 from engine.uploads import StepNumbers
 from tests.fakes.graphs import FakeCapture
 from tests.support.graphed import ROOM, SHAPE

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from baton.sampling import SamplingParams
-from engine.sampling.row import XTC, Row, uniform
+from engine.sampling.steps import XTC, Row, uniform
 
 MAX_DRY_LENGTH = 50
 

@@ -13,7 +13,7 @@ from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from engine import testing
 from engine.sampling.pipeline import Sampler
-from engine.sampling.row import Row, uniform
+from engine.sampling.steps import Row, uniform
 from engine.sampling.weights import first_beyond
 from engine.testing import sampled_of
 from tests.unit.engine.core.test_engine import make_spec

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.sampling import SamplingParams
 from engine.sampling.pipeline import QuickDraws, Sampler, best, token_of
-from engine.sampling.row import Row
+from engine.sampling.steps import Row
 
 SIZES = [1, 2, 63, 64, 65, 640, 5000]
 PARAMS = st.builds(

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES
 from engine.sampling.pipeline import Sampler
-from engine.sampling.row import DRAW, XTC, Row, uniform
 from engine.sampling.scores import BLOCK, scores_of
-from engine.sampling.steps import MAX_KEPT, Histories, History, repetitions
+from engine.sampling.steps import DRAW, MAX_KEPT, XTC, Histories, History, Row, repetitions, uniform
 from tests.unit.engine.sampling import reference
 
 VOCAB_SIZE = 24
