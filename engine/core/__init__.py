@@ -5,7 +5,6 @@ no more. A runner (`runner.Runner`) computes the steps.
 """
 
 __all__ = [
-    "adapter_loader",
     "adapters",
     "beams",
     "block_pool",

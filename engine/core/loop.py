@@ -21,8 +21,7 @@ from baton.hypotheses import Hypotheses
 from baton.messages import SeenImage, SequenceSpec
 from baton.tasks import seen_through
 from baton.turns import Turns
-from engine.core.adapter_loader import AdapterLoader
-from engine.core.adapters import needs_adapter, refuse_without_slots
+from engine.core.adapters import AdapterLoader, needs_adapter, refuse_without_slots
 from engine.core.engine import Engine, images_of, require_computable
 from engine.core.faults import Fault, fault_of
 from engine.core.outputs import (
