@@ -42,14 +42,24 @@ from baton.messages import Adapter
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Sampled, TokenScores
 from engine.core.image_store import ImageStore, ReadImage
-from engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup, StateSpec
-from engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
+from engine.core.runner import (
+    EMPTY_PLACE,
+    ComputedStep,
+    KVSpec,
+    LayerGroup,
+    OnLayerDone,
+    StateSpec,
+    StepInput,
+    StepOutput,
+    StepPart,
+    ignore_layer,
+)
 from engine.model.kv_cache import KVCache
-from engine.model.last_tokens import LastTokens
-from engine.model.rows import drawn, rows_of
+from engine.model.logits_runner import drawn, rows_of
+from engine.model.rank_step import LastTokens
 from engine.sampling.pipeline import SAMPLER, Sampler
-from engine.sampling.row import Row
 from engine.sampling.scores import scores_of
+from engine.sampling.steps import Row
 from engine.sampling.structure import Structures
 
 NUM_LAYERS, NUM_BLOCKS, MODEL_LEN = 2, 4096, 8192

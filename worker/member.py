@@ -25,10 +25,9 @@ from baton.tls import member_tls
 from baton.trust import Principal, open_keys
 from engine.core.block_pool import Removed, Stored
 from engine.core.engine import Engine
-from engine.core.kv_spec import KVSpec
 from engine.core.loop import EngineLoop
 from engine.core.outputs import EngineEvent, Idle
-from engine.core.runner import Runner
+from engine.core.runner import KVSpec, Runner
 from engine.core.scheduler import SchedulerLimits
 from engine.core.serving import ServingEngine
 from kvstore.index import IndexPublisher, RedisConnection, RedisIndex, StreamBounds
@@ -333,7 +332,7 @@ def wire_compat(model_identity: str, spec: KVSpec) -> str:
     """Return the identity of what two workers must share to connect: the model and the structure of its KV.
 
     Block size, KV data type and tensor-parallel degree are not part of it: the transfer plan converts between them, or
-    refuses with a message (`kvstore.transfer.protocol.layout.mismatch`). Pages of int8 have another structure, since
+    refuses with a message (`kvstore.transfer.protocol.plan.mismatch`). Pages of int8 have another structure, since
     their scales count among the dimensions.
     """
     groups = "|".join(f"{g.name}:{len(g.layers)}:{g.k_dim}:{g.v_dim}:{g.window}" for g in spec.groups)

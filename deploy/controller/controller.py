@@ -1,7 +1,7 @@
 """Main loop of the controller: observes the workers, calls `reconcile`, and carries out its actions.
 
 Every decision is written to the state file before it is carried out, so that the next controller continues from there:
-it finds the workers by the names of their actors, and takes them over as they are.
+it finds the workers by the names of their actors and by their leases, and takes them over as they are.
 
     lease_watch ──leases──> observed() ──> reconcile ──> step() ──orders──> worker_life ──> Ray
     ServingPools, orders ──> state file ──────^                                │
@@ -289,6 +289,8 @@ class Controller:
         workers_now, cluster = list(observed.values()), self.config.cluster
         for action in reconcile(self.state.desired, workers_now, time.monotonic(), cluster, giving_way):
             match action:
+                case StartWorker() if self._lives.is_adopting:
+                    pass  # it would take the room of a worker that serves
                 case StartWorker(worker_id, role):
                     worker = workers.setdefault(worker_id, ManagedWorker(id=worker_id, pool=role, role=role))
                     worker.settings = self._settings[worker.pool]

@@ -48,6 +48,8 @@ HEALTH_S = 5.0
 """Timeout of a health check."""
 MAX_FAILED_CHECKS = 2
 """Consecutive failed health checks after which a worker without an actor counts as dead."""
+ADOPTED_FIRST_S = 30.0
+"""Time for which no worker is started while another one waits to be adopted. Ray counts the orphan's room as free."""
 ADOPT_S = 0.5
 """Interval between attempts to adopt a worker, and between its health checks."""
 RPC_SLACK_S = 10.0
@@ -86,6 +88,8 @@ class ManagedWorker:
     """READY: time since which its lease reports a drain that the controller has not requested."""
     is_draining: bool = False
     """READY: its lease has reported such a drain for the duration of a lease."""
+    orphan_since_s: float | None = None
+    """READY: time since which it has had no actor; None: it has one."""
     start_at_s: float = 0.0
     """DOWN: earliest time of its next start."""
     num_failures: int = 0
@@ -138,6 +142,14 @@ class WorkerLives:
         self._specs = specs
         self._leaving: set[asyncio.Task[None]] = set()
 
+    @property
+    def is_adopting(self) -> bool:
+        """True if a worker has lost its actor lately and is not adopted yet."""
+        oldest_s = time.monotonic() - ADOPTED_FIRST_S
+        return any(
+            worker.orphan_since_s is not None and worker.orphan_since_s > oldest_s for worker in self.workers.values()
+        )
+
     # -- orders --------------------------------------------------------------------------------------------------------
 
     def start(self, worker: ManagedWorker) -> None:
@@ -162,6 +174,7 @@ class WorkerLives:
         self._begin(worker, self._successor(worker, ActorLost("Ray does not know its actor")))
         _learn(worker, info)
         worker.is_placed, worker.leased_s, worker.phase = True, worker.since_s, WorkerPhase.READY
+        worker.orphan_since_s = worker.since_s
         logger.warning(
             "%s serves, but Ray does not know its actor: a new actor adopts it when its Ray node is back", worker
         )
@@ -213,12 +226,22 @@ class WorkerLives:
                 raise from_rpc_error(error, worker.id) from error
 
     async def end_all(self) -> None:
-        """Let every worker leave the cluster, and end its process. No other command may be in progress."""
+        """Let every worker leave the cluster, and end its process. No other command may be in progress.
+
+        A worker that has lost its actor, and is not adopted in time, ends by itself after `cluster.orphan_timeout_s`.
+        """
         await cancel_and_wait(self._leaving)
         phases = (WorkerPhase.READY, WorkerPhase.LEAVING)
-        await asyncio.gather(
-            *(self._end(w, w.is_placed and not w.is_silent and w.phase in phases) for w in self.workers.values())
-        )
+        ending = {
+            asyncio.create_task(self._end(w, w.is_placed and not w.is_silent and w.phase in phases), name=str(w))
+            for w in self.workers.values()
+        }
+        if ending:
+            _, late = await asyncio.wait(ending, timeout=self._config.stop_timeout_s)
+            if late:
+                names = ", ".join(sorted(task.get_name() for task in late))
+                logger.warning("%s may still run: Ray does not end them in time", names)
+            await cancel_and_wait(late)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GONE_S):
                 while left := await self._actors.ids():
@@ -242,7 +265,7 @@ class WorkerLives:
     def _begin(self, worker: ManagedWorker, actor: Coroutine[Any, Any, Any]) -> None:
         worker.phase, worker.is_placed, worker.since_s = WorkerPhase.STARTING, False, time.monotonic()
         worker.is_wait_logged = worker.is_silent = worker.is_given_up = worker.is_draining = False
-        worker.draining_since_s = worker.waits_for_turn_since_s = None
+        worker.draining_since_s = worker.waits_for_turn_since_s = worker.orphan_since_s = None
         worker.incarnation = ""
         worker.actor = asyncio.ensure_future(actor)
         worker.task = self._spawn(self._tend(worker), worker.id)
@@ -257,7 +280,8 @@ class WorkerLives:
                 except ActorLost as error:
                     if not worker.incarnation:  # it does not serve yet
                         raise
-                    logger.warning("%s has lost its Ray actor (%s)", worker, first_line(error))
+                    logger.warning("%s has lost its Ray actor, and serves on (%s)", worker, first_line(error))
+                    worker.orphan_since_s = time.monotonic()
                     worker.actor = asyncio.ensure_future(self._successor(worker, error))
         except BatonError as error:
             if worker.phase is WorkerPhase.LEAVING:
@@ -273,6 +297,7 @@ class WorkerLives:
                     self._fail(error)
         wait_s = RESTART_BACKOFF_S[min(worker.num_failures, len(RESTART_BACKOFF_S) - 1)]
         worker.phase, worker.start_at_s = WorkerPhase.DOWN, time.monotonic() + wait_s
+        worker.orphan_since_s = None
         if worker.actor:
             await self._kill(worker.actor)
         await self._notify()
@@ -292,10 +317,12 @@ class WorkerLives:
         started = await self._started(worker, actor)
         worker.pid, worker.address, worker.pod = started.pid, started.address, started.pod
         worker.incarnation = started.incarnation
+        how = "is ready" if worker.orphan_since_s is None else "is adopted by a new Ray actor"
+        worker.orphan_since_s = None
         if worker.phase is WorkerPhase.STARTING:
             worker.phase = WorkerPhase.READY
             worker.since_s = worker.leased_s = time.monotonic()
-        logger.info("%s is ready, pid %d, at %s", worker, worker.pid, worker.address)
+        logger.info("%s %s, pid %d, at %s", worker, how, worker.pid, worker.address)
         await self._notify()
         await self._actors.ended(actor)
 
@@ -344,6 +371,8 @@ class WorkerLives:
                 return adopting.result()
         except ActorLost as error:
             logger.debug("%s is not adopted yet: %s", worker, error)
+            self._send_off(self._end_actor(coming), f"the actor of {worker.id} is ended")
+            return None
         except BatonError:
             self._send_off(self._kill(coming), f"the actor of {worker.id} is killed")
             raise
@@ -390,13 +419,23 @@ class WorkerLives:
         return self._config.drain_timeout_s if own_s is None else own_s
 
     async def _end(self, worker: ManagedWorker, can_answer: bool) -> None:
-        """End the process and its actor. A worker that cannot answer has nothing to transfer."""
+        """End the process and its actor. A worker that cannot answer has nothing to transfer.
+
+        If Ray has lost the actor, the next one ends the process: without an order it would stay on its node.
+        """
         await cancel_and_wait([worker.task] if worker.task else [])
-        if worker.actor:
-            if can_answer:
-                with contextlib.suppress(BatonError):
-                    await self._actors.stop(await worker.actor, self._config.stop_timeout_s / 2)
+        while worker.actor:
+            try:
+                if can_answer:
+                    await self._actors.stop(await asyncio.shield(worker.actor), self._config.stop_timeout_s / 2)
+            except ActorLost as error:
+                if worker.incarnation:
+                    worker.actor = asyncio.ensure_future(self._successor(worker, error))
+                    continue
+            except BatonError:
+                pass  # the process has ended
             await self._kill(worker.actor)
+            return
 
     async def _kill(self, coming: asyncio.Future[Any]) -> None:
         try:
@@ -404,6 +443,11 @@ class WorkerLives:
         except BatonError:
             return  # there is none
         await self._actors.kill(actor)
+
+    async def _end_actor(self, coming: asyncio.Future[Any]) -> None:
+        """End an actor whose answer is lost. It may have adopted the worker, which serves on."""
+        with contextlib.suppress(BatonError):  # there is none
+            await self._actors.end_only(await asyncio.shield(coming))
 
     def _send_off(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = self._spawn(work, name)

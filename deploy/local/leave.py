@@ -77,7 +77,7 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
             controller, answers = await _controller(leases)
             if controller is not None or await _is_there(config.cluster.ray_address, answers):
                 there_s = time.monotonic()
-            if controller is None and time.monotonic() > min(there_s + GONE_S, patient_until_s):
+            if time.monotonic() > (patient_until_s if controller else min(there_s + GONE_S, patient_until_s)):
                 ordered |= _end({worker_id: here[worker_id] for worker_id in here.keys() - ordered})
             if controller is not None and (drained_by is None or not _is_same(controller, drained_by)):
                 drained_by = controller if await _drain(here, controller, keys, tls) else None

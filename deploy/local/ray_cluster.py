@@ -23,7 +23,7 @@ from baton.trust import Principal
 from deploy.local.child import Child
 from deploy.local.child_log import log_of
 from deploy.processes import UNJOINED
-from deploy.ray_pools.node import SOCKET
+from deploy.ray_pools.node import SOCKET, end_in_words
 
 logger = logging.getLogger(__name__)
 MOST_CHARACTERS = 24
@@ -153,6 +153,7 @@ class RayCluster:
         if self._joins and status not in (None, 0) and (self._was_started or status != UNJOINED):
             await self._end_workers(timeout_s)
         await self._head.stop(timeout_s)
+        self._head.kill_rest()
         await self._node.stop(timeout_s)
 
     async def _end_workers(self, timeout_s: float) -> None:
@@ -169,10 +170,11 @@ class RayCluster:
             )
 
     async def _restart_head(self, status: int) -> None:
-        reason = f"ended with status {status}"
+        reason = f"{end_in_words(status) or 'ended'} (its log says why); the workers serve on"
         timeout_s = self._config.cluster.start_timeout_s
         while True:
             await self._controller.stop(1, signal.SIGKILL)  # it would wait for the Ray head that has ended
+            self._head.kill_rest()
             await self._head.pause(reason)
             try:
                 async with asyncio.timeout(timeout_s):
@@ -188,8 +190,8 @@ class RayCluster:
 
     def _controllers_child(self) -> Child:
         cluster = self._config.cluster
-        # An existing Ray cluster does not show us the workers' logs, so the controller does. There, workers outlive
-        # this process unless the controller stops them.
+        # In an existing Ray cluster, the controller shows what its actors write, and with them the workers of nodes
+        # without a node process. There, workers outlive this process unless the controller stops them.
         arguments: tuple[str, ...] = ("--shows-logs",)
         if not self._joins:
             cluster = dataclasses.replace(cluster, secret=str(self._keys[Principal.CONTROLLER]))

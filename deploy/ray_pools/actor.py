@@ -16,11 +16,13 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from baton.config import REDIS_URL, Config, child_environment, without_password
 from baton.errors import WorkerFailed
 from baton.messages import Failed
+from baton.own_folder import own_folder
 from baton.rpc.errors import from_failed
 from baton.tls import member_tls
 from deploy.processes import FENCED, module_command, tied
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 RESOURCE = "baton_worker"
 """Both roles request the same Ray resource, so that a change of role changes nothing for Ray."""
 SECRET = "BATON_CLUSTER_SECRET"
+MOST_CHARACTERS = 72
+"""Maximum length of the path above an own node process's folder: a socket's path may have 107 characters."""
 POOL_LABEL = "baton.dev/pool"
 """A Ray node with this label, prefill or decode, runs only workers that start in that pool, because the pools may use
 different GPUs. With another value, or none, it runs workers of all pools."""
@@ -72,6 +76,7 @@ class WorkerActor:
         self._started: asyncio.Task[dict[str, Any]] | None = None
         self._node: NodeLink | None = None
         self._own: subprocess.Popen[bytes] | None = None
+        self._stack = contextlib.ExitStack()
         self._watching: asyncio.Task[None] | None = None
         self._turn: asyncio.Task[BinaryIO] | None = None
 
@@ -168,7 +173,7 @@ class WorkerActor:
             config: configuration of the cluster.
             path: socket of the node process, which keeps the worker's latest output.
         """
-        orphan_timeout_s = config.cluster.orphan_timeout_s
+        cluster = config.cluster
         share = config.engine.memory_share * self._share(config)
         config = dataclasses.replace(
             config,
@@ -189,17 +194,21 @@ class WorkerActor:
             },
             gpus=gpus,
             gpu_share=gpu_share,
-            orphan_timeout_s=orphan_timeout_s,
+            orphan_timeout_s=cluster.orphan_timeout_s,
+            end_timeout_s=cluster.drain_timeout_s + cluster.stop_timeout_s,
         )
 
     def _own_node_process(self) -> asyncio.Future[str]:
         """Start a node process for this actor alone, and return the future path of its socket. It ends with the actor.
 
-        The actor needs it if Ray was started without a node process on this Ray node.
+        The actor needs it if Ray was started without a node process on this Ray node. Ray may kill it with the actor,
+        so that its folder stays until the next one is created.
         """
-        folder = tempfile.mkdtemp(prefix="baton-node-")
+        temporary = Path(tempfile.gettempdir())
+        is_short = len(str(temporary)) <= MOST_CHARACTERS
+        folder = self._stack.enter_context(own_folder(temporary if is_short else Path("/tmp"))) / "node"
         reading, writing = os.pipe()
-        options = ["--folder", folder, "--log-format", "raw", "--ready-fd", str(writing)]
+        options = ["--folder", str(folder), "--log-format", "raw", "--ready-fd", str(writing)]
         command = module_command("deploy.ray_pools.node", *options)
         # The event loop's thread starts it: the process ends with that thread, and hence with the actor.
         self._own = subprocess.Popen(tied(command, signal.SIGTERM), pass_fds=[writing])

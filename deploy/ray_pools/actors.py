@@ -37,7 +37,7 @@ ANSWER_S = 30.0
 
 
 class ActorLost(WorkerFailed):
-    """Ray has lost the actor, or its node. The worker's process may still serve."""
+    """Ray has lost the actor or its node, or has not created the actor. The worker's process may still serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class RayActors:
             node_id: Ray node whose running worker the actor adopts; empty: it starts one, on any node for the pool.
 
         Raises:
-            WorkerFailed: Ray does not accept it.
+            ActorLost: Ray does not accept it.
         """
         others = ",".join(other for other in Role if other is not pool)
         nodes = {POOL_LABEL: f"!in({others})"}
@@ -233,8 +233,9 @@ class RayActors:
                     await asyncio.sleep(RETRY_S)
         except (WorkerFailed, ray.exceptions.RayError) as error:
             with contextlib.suppress(WorkerFailed):  # an unknown actor has the name, and would keep it
-                await self.kill(await self.get(worker_id))
-            raise WorkerFailed(f"Ray has not created the actor {worker_id}: {first_line(error)}") from error
+                end = self.end_only if node_id else self.kill
+                await end(await self.get(worker_id))
+            raise ActorLost(f"Ray has not created the actor {worker_id}: {first_line(error)}") from error
 
     async def get(self, worker_id: str) -> Any:
         """Return the actor of that worker. Raises WorkerFailed if it is gone."""
@@ -272,8 +273,12 @@ class RayActors:
                 await asyncio.sleep(RETRY_S)  # Ray does not know yet whether the actor is gone
 
     async def stop(self, actor: Any, timeout_s: float) -> None:
-        """Let the worker leave the cluster, within at most `timeout_s`."""
-        with contextlib.suppress(BatonError, TimeoutError):
+        """Let the worker leave the cluster, within at most `timeout_s`.
+
+        Raises:
+            ActorLost: the actor is gone, and has not ended the worker.
+        """
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(_result(actor.stop.remote()), timeout_s)
 
     async def kill(self, actor: Any) -> None:
@@ -282,6 +287,10 @@ class RayActors:
             BatonError, TimeoutError, AttributeError
         ):  # AttributeError: an actor of an earlier version
             await asyncio.wait_for(_result(actor.kill.remote()), KILL_S)
+        await self.end_only(actor)
+
+    async def end_only(self, actor: Any) -> None:
+        """Kill the actor. On a node with a node process, a worker that it has started or adopted serves on."""
         await asyncio.to_thread(ray.kill, actor)
 
 
@@ -307,7 +316,7 @@ async def _result(reference: Awaitable[Any]) -> Any:
         if isinstance(error.cause, BatonError):
             raise error.cause from None
         raise WorkerFailed(first_line(error)) from error
-    except ray.exceptions.RayActorError as error:
+    except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError) as error:
         raise ActorLost(first_line(error)) from error
     except ray.exceptions.RayError as error:
         raise WorkerFailed(first_line(error)) from error

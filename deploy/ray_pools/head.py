@@ -3,7 +3,7 @@
     python -m deploy.ray_pools.head --ready-fd N [--workers N] [--folder FOLDER]
 
 It writes one line of JSON to the descriptor: `{"address": "HOST:PORT"}`, or an error of Baton's tree. SIGTERM ends it.
-It also prints the workers' output, because it outlives the controller that starts them.
+It also prints the output of Ray's actors, because it outlives the controller that creates them.
 """
 
 from __future__ import annotations

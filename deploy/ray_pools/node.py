@@ -55,6 +55,8 @@ from deploy.ray_pools.supervisor import StartOrder, Supervisor, WorkerProcess
 
 SOCKET = "NODE_SOCKET"
 """Environment variable with the path of the socket for actors."""
+FILES = frozenset({"socket", "workers", "workers.new", "ready", "started", "alive"})
+"""Names in the folder."""
 IDLE_S = 60.0
 """Time without a worker after which a node counts as started: there is no model to wait for."""
 MAX_LINE = 2**16
@@ -67,6 +69,8 @@ MAX_QUEUED, FULL_S = 1000, 5.0
 """Maximum number of queued lines. If there are more, each further line of a worker waits, for at most `FULL_S`."""
 LAST_WORDS_S = 2.0
 """Timeout, after the end of a process, for its remaining output."""
+REPORT_S = 0.2
+"""Timeout for the report of a worker that has ended."""
 TICK_S = 1.0
 """Interval at which the probes' files are written."""
 RESTART_S = (1.0, 2.0, 5.0, 10.0)
@@ -134,13 +138,14 @@ class Lines:
 
     def write(self, entry: Entry) -> None:
         """Write a log line."""
-        now = datetime.now(UTC).isoformat(timespec="microseconds")
         if self._is_json:
+            now = datetime.now(UTC).isoformat(timespec="microseconds")
             parts = {"timestamp": now, "level": entry.level, "logger": entry.logger, "process": os.getpid()}
             parts |= {"service": "baton-node", "message": entry.message}
             self._write(json.dumps(parts | ({"worker": entry.worker} if entry.worker else {})))
         else:
             prefix = f"[{entry.worker}] " if entry.worker and not self._is_raw else ""
+            now = f"{time.strftime('%Y-%m-%d %H:%M:%S')},{datetime.now(UTC).microsecond // 1000:03d}"
             self._write(f"{prefix}{now} {entry.level} {os.getpid()} {entry.logger}: {entry.message}")
 
     def _write(self, text: str) -> None:
@@ -209,10 +214,13 @@ class Node:
             it.
         lines: writer of the workers' output and of log lines.
         tells_states: also write lines about the workers' states.
+
+    Raises:
+        OSError: the folder cannot be created, or has other files.
     """
 
     def __init__(self, folder: Path, lines: Lines, *, tells_states: bool) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         folder.mkdir(parents=True, mode=0o700)
         self._folder = folder
         self._lines = lines
@@ -270,7 +278,8 @@ class Node:
         while True:
             self._workers.look(time.monotonic())
             self._show()
-            (self._folder / "alive").touch()
+            with contextlib.suppress(OSError):
+                (self._folder / "alive").touch()
             await asyncio.sleep(TICK_S)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -330,8 +339,13 @@ class Node:
         """Relay a worker's output and report until its end, and record its end."""
         relaying = asyncio.create_task(self.relay(worker.output, "output", worker.id))
         reader, writer = await asyncio.open_connection(sock=worker.reports, limit=MAX_ORDER)
-        if line := await reader.readline():
+        reporting = asyncio.create_task(reader.readline())
+        first: list[asyncio.Future[Any]] = [reporting, worker.ended]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([reporting], timeout=REPORT_S)  # a child of the worker may still have the socket
+        if reporting.done() and (line := reporting.result()):
             worker.report.set_result(line.decode())
+        reporting.cancel()
         writer.close()
         status = await worker.ended
         await asyncio.wait([relaying], timeout=LAST_WORDS_S)
@@ -362,6 +376,7 @@ class Node:
 
     def _tell_orphaned(self, worker: str, what: str) -> None:
         if not self._is_ending:
+            self._keep(f"{worker} {what}".encode(), worker)
             self.say(f"{worker} {what}", worker=worker)
 
     def _note(self, worker: str, state: str, reason: str) -> None:
@@ -371,7 +386,11 @@ class Node:
         self._show()
 
     def _show(self) -> None:
-        """Write the probes' files."""
+        """Write the probes' files. If that is impossible, for instance on a full disk, they stay as they are."""
+        with contextlib.suppress(OSError):
+            self._write_files()
+
+    def _write_files(self) -> None:
         text = "; ".join(self._workers.says.values()) or "no worker is here"
         temporary = self._folder / "workers.new"
         temporary.write_text(text + "\n")
@@ -381,6 +400,13 @@ class Node:
                 (self._folder / name).touch()
             else:
                 (self._folder / name).unlink(missing_ok=True)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder of an earlier node process. Raises OSError if it has other files, which are a user's."""
+    if folder.exists() and (others := {path.name for path in folder.iterdir()} - FILES):
+        raise FileExistsError(f"{folder} is no folder of a node process: it has {', '.join(sorted(others)[:3])}")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _answer(writer: asyncio.StreamWriter, **values: object) -> None:
@@ -449,7 +475,7 @@ async def run(
         Ray's last exit status as a shell shows it; 0 without a command.
 
     Raises:
-        OSError: the command cannot be run.
+        OSError: the command cannot be run, or the folder has other files.
     """
     node, stop = Node(folder, lines, tells_states=bool(command)), Stop()
     loop = asyncio.get_running_loop()

@@ -24,10 +24,12 @@ async def until_silent(address: str) -> None:
     """
     host, _, port = address.rpartition(":")
     address = address_of(host, int(port))
-    num_failures = 0
+    num_failures, has_answered = 0, False
     while num_failures < MAX_FAILURES:
         await asyncio.sleep(CHECK_S)
-        num_failures = 0 if await _answers(address) else num_failures + 1
+        is_well = await _answers(address)
+        has_answered |= is_well
+        num_failures = 0 if is_well or not has_answered else num_failures + 1
 
 
 async def _answers(address: str) -> bool:

@@ -2,10 +2,12 @@
 
     RUNNING ── its actor is gone ──> ORPHANED ── a new actor adopts it ──> RUNNING
                                          └── after `orphan_timeout_s`: SIGTERM, it drains ──> ended
+                                                                      └── after `end_timeout_s`: SIGKILL
 
 A Ray actor orders its worker's start and end (`deploy.ray_pools.node_link`). Ray ends its actors when its raylet, its
 head or the head's GCS fails. The worker then serves on as an orphan. When Ray is back, the controller creates a new
-actor on this node, which adopts the worker.
+actor on this node, which adopts the worker. A worker that is not ready yet is killed, because the controller starts it
+again.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from baton.errors import WorkerFailed
@@ -26,6 +29,8 @@ from deploy.ray_pools.gpus import free_gpus
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Environment variable with the GPUs that a process may use. Ray sets it for an actor."""
+MAX_OOM_SCORE = "1000"
+"""The highest `oom_score_adj`, as Ray sets it for its actors."""
 OnOrphaned = Callable[[str, str], None]
 """Callback with the id of a worker that has no actor, and a predicate for the log."""
 
@@ -44,6 +49,8 @@ class StartOrder:
     """Share of each of its GPUs that the worker may use; 0: it uses none."""
     orphan_timeout_s: float
     """Maximum time in seconds for which the worker serves on without an actor."""
+    end_timeout_s: float
+    """Maximum time in seconds from SIGTERM to the end of a worker without an actor."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -66,12 +73,14 @@ class WorkerProcess:
     """GPUs that Ray has assigned to its current actor. After a restart of Ray they may differ from `gpus`."""
     orphan_timeout_s: float
     """Maximum time in seconds for which it serves on without an actor."""
+    end_timeout_s: float
+    """Maximum time in seconds from SIGTERM to its end without an actor."""
     report: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """The worker's report. It is never done if the process ends before the report."""
     owner: object = None
     """Connection of its actor; None: it is an orphan."""
     orphaned: asyncio.Task[None] | None = None
-    """Task that ends the orphan after its timeout."""
+    """Task that ends the orphan after its timeouts."""
     is_leaving: bool = False
     """True after a signal to it. A worker that is leaving cannot be adopted."""
 
@@ -142,10 +151,15 @@ class Supervisor:
         if worker.owner is not owner:
             return
         worker.owner = None
-        if worker.ended.done() or worker.is_leaving:
+        if worker.ended.done():
             return
-        limit = f"for up to {worker.orphan_timeout_s:g} s (cluster.orphan_timeout_s)"
-        self._on_orphaned(worker.id, f"has lost its Ray actor; it serves on {limit} until it is adopted")
+        if not worker.report.done():
+            self._on_orphaned(worker.id, "has lost its Ray actor before it was ready: it is killed")
+            self.send_signal(worker, signal.SIGKILL)
+            return
+        if not worker.is_leaving:
+            limit = f"for up to {worker.orphan_timeout_s:g} s (cluster.orphan_timeout_s)"
+            self._on_orphaned(worker.id, f"has lost its Ray actor; it serves on {limit} until it is adopted")
         worker.orphaned = asyncio.create_task(self._end_orphan(worker), name=f"orphan {worker.id}")
 
     def send_signal(self, worker: WorkerProcess, number: int) -> None:
@@ -202,6 +216,7 @@ class Supervisor:
                     stdout=workers_output.fileno(),
                     stderr=workers_output.fileno(),
                 )
+            _prefer_for_oom(pid)
         except (OSError, ValueError) as error:
             output.close()
             reports.close()
@@ -216,6 +231,7 @@ class Supervisor:
             gpus=(),
             assigned=(),
             orphan_timeout_s=order.orphan_timeout_s,
+            end_timeout_s=order.end_timeout_s,
         )
 
     def _forget(self, worker: WorkerProcess) -> None:
@@ -225,7 +241,19 @@ class Supervisor:
             del self.workers[worker.id]
 
     async def _end_orphan(self, worker: WorkerProcess) -> None:
-        await asyncio.sleep(worker.orphan_timeout_s)
-        self._on_orphaned(worker.id, f"has had no Ray actor for {worker.orphan_timeout_s:g} s: it drains and ends")
-        with contextlib.suppress(ProcessLookupError):
+        if not worker.is_leaving:
+            await asyncio.sleep(worker.orphan_timeout_s)
+            self._on_orphaned(worker.id, f"has had no Ray actor for {worker.orphan_timeout_s:g} s: it drains and ends")
             self.send_signal(worker, signal.SIGTERM)
+        await asyncio.sleep(worker.end_timeout_s)
+        self._on_orphaned(worker.id, f"has not ended {worker.end_timeout_s:g} s after SIGTERM: it is killed")
+        self.send_signal(worker, signal.SIGKILL)
+
+
+def _prefer_for_oom(pid: int) -> None:
+    """Let the kernel kill this worker first if memory is short, and not the node process, which would end all workers.
+
+    It also kills a worker rather than Ray's actors, which have the same score and less memory.
+    """
+    with contextlib.suppress(OSError):  # not Linux, or it has ended
+        Path(f"/proc/{pid}/oom_score_adj").write_text(MAX_OOM_SCORE)

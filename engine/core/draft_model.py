@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.core.group_pool import GroupPool
+from engine.core.group_pool import GroupPool, SequenceBlocks
 from engine.core.runner import Proposal, Runner, StepInput, StepOutput
 from engine.core.sequence import Purpose, Sequence, Status
-from engine.core.sequence_blocks import SequenceBlocks
 
 READY = 16
 """Maximum number of uncomputed tokens with which a sequence may still have drafts in the same step."""

@@ -15,30 +15,27 @@ content.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from baton.blocks import HASH_BLOCK
 from baton.cluster import BlockCounts
 from baton.costs import StepCosts
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidRequest, TransferRefused, Unsupported
 from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
 from baton.messages import PrefillReport, SequenceSpec
-from baton.sampling import FinishReason
+from baton.sampling import FinishReason, SamplingParams
 from baton.scores import NO_SCORES, Candidates
-from engine.core import ahead
 from engine.core.adapters import AdapterSlots, needs_adapter
 from engine.core.beams import BeamSearch
 from engine.core.block_pool import BlockChange
 from engine.core.drafting import drafter_of
 from engine.core.group_pool import GroupPool
-from engine.core.kv_spec import EMPTY_PLACE, BlockTables
+from engine.core.image_store import ImageStore
 from engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Preempted, Refused, Reserved
-from engine.core.pins import Pins
-from engine.core.plan import Schedule
-from engine.core.requirements import require_computable, require_searchable
-from engine.core.runner import Runner, StepInput, StepOutput
-from engine.core.scheduler import Scheduler, SchedulerLimits
+from engine.core.runner import EMPTY_PLACE, BlockTables, Runner, StepInput, StepOutput
+from engine.core.scheduler import Schedule, Scheduler, SchedulerLimits, can_plan_ahead
 from engine.core.sequence import Purpose, Search, Sequence, Status
 from engine.core.step_fit import StepFit, StepSize
 
@@ -191,7 +188,7 @@ class Engine:
     def schedule_ahead(self, step: StepInput, begins_s: float) -> tuple[StepInput, list[Output]] | None:
         """Return the step after one that is executing, as `schedule` does.
 
-        None, with nothing changed, if the executing step must be committed first; see `ahead`.
+        None, with nothing changed, if the executing step must be committed first; see `can_plan_ahead`.
 
         Args:
             step: the executing step, which must be the last one scheduled.
@@ -200,7 +197,7 @@ class Engine:
         if self.runner.canvas_length:
             return None  # the number of new tokens is not known before
         sequences = [self.sequences[part.sequence_key] for part in step.parts]
-        if not ahead.is_possible(step, sequences, self.scheduler):
+        if not can_plan_ahead(step, sequences, self.scheduler):
             return None
         for part, sequence in zip(step.parts, sequences, strict=True):
             sequence.run_ahead(part, self.runner.max_model_len)
@@ -476,3 +473,115 @@ class Engine:
     def _pin_adapter(self, sequence: Sequence) -> None:
         if sequence.adapter:
             self.adapters.pin_again(sequence.adapter)
+
+
+NEUTRAL = SamplingParams()
+ONE_BY_ONE = (
+    "top_k", "top_p", "min_p", "typical_p", "logprobs", "logprob_token_ids", "prompt_logprobs", "min_tokens",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_word_ids", "allowed_token_ids",
+    "dry_multiplier", "xtc_probability", "structured_outputs", "thinking_budget", "use_beam_search",
+)  # fmt: skip
+"""Sampling parameters without a meaning for a canvas, whose tokens are drawn together."""
+ASKED_BY = {
+    "logprobs": "best_of above n asks for them",
+    "structured_outputs": "response_format, and tool_choice other than auto and none, ask for them",
+}
+"""Other fields of a request that set such a parameter, as the end of a sentence, by the parameter's name."""
+
+
+def require_computable(spec: SequenceSpec, runner: Runner) -> None:
+    """Require that a sequence fits, and that all its token ids are in the vocabulary.
+
+    In a step the same fault would fail the whole batch, and on a GPU the whole process.
+
+    Raises:
+        InvalidRequest: it does not fit, has an id that is not in the vocabulary, or images in the wrong places.
+        Unsupported: it has images, and the runner takes none.
+    """
+    if not 0 < len(spec.token_ids) < runner.max_model_len:
+        raise InvalidRequest(
+            f"{len(spec.token_ids)} tokens do not fit; this worker takes 1 to {runner.max_model_len - 1}"
+        )
+    if runner.num_start_tokens:
+        if spec.sampling.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs needs a model that continues its prompt; this one encodes it")
+        if spec.num_prompt_tokens <= runner.num_start_tokens:
+            raise InvalidRequest("the prompt is empty; send at least one token")
+    if runner.canvas_length:
+        _require_drawn_together(spec.sampling, runner.canvas_length)
+    begun = (beam.token_ids for beam in (*spec.hypotheses.running, *spec.hypotheses.finished))
+    for ids in (spec.token_ids, *spec.sampling.named_token_ids.values(), *begun):
+        if ids and not (min(ids) >= 0 and max(ids) < runner.vocab_size):
+            bad = next(token for token in ids if not 0 <= token < runner.vocab_size)
+            raise InvalidRequest(
+                f"token id {bad} is outside the model's vocabulary, whose ids are 0 to {runner.vocab_size - 1}"
+            )
+    if spec.images:
+        images_of(runner).require_placed(spec)
+
+
+def _require_drawn_together(params: SamplingParams, canvas_length: int) -> None:
+    """Raise InvalidRequest for parameters that need tokens to be drawn one after another."""
+    for name in ONE_BY_ONE:
+        if getattr(params, name) != getattr(NEUTRAL, name):
+            also = f" ({ASKED_BY[name]})" if name in ASKED_BY else ""
+            raise InvalidRequest(
+                f"{name} needs a model that draws one token after another; this one draws {canvas_length} together, "
+                f"and takes temperature, seed, stop and lengths{also}"
+            )
+
+
+def images_of(runner: Runner) -> ImageStore:
+    """Return the images of a runner. Raise Unsupported if it takes none."""
+    if isinstance(runner.images, str):
+        raise Unsupported(f"this model takes no images here: {runner.images}")
+    return runner.images
+
+
+def require_searchable(spec: SequenceSpec, purpose: Purpose, runner: Runner, most: int) -> None:
+    """Require that a beam search can be computed here; at most `most` beams run.
+
+    Raises:
+        InvalidRequest: it has more beams.
+        TransferRefused: it would continue from a state that was computed by another worker.
+    """
+    if most < (width := spec.sampling.num_beams):
+        raise InvalidRequest(f"num_beams {width} is too large; this worker computes at most {most} beams at a time")
+    if purpose is Purpose.RECEIVE and runner.spec.states:
+        raise TransferRefused("a beam search cannot continue from a transferred state: it is ahead of the first tokens")
+
+
+class Pins:
+    """The pins of one pool, until they are given back."""
+
+    def __init__(self, pool: GroupPool) -> None:
+        self._pool = pool
+        self._ids = itertools.count()
+        self._tables: dict[int, BlockTables] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._tables)
+
+    @property
+    def tables(self) -> Iterable[BlockTables]:
+        """The pinned block tables, each as often as it is pinned."""
+        return self._tables.values()
+
+    def take(self, tables: BlockTables, num_tokens: int = 0) -> Pin:
+        """Take a reference on each block of some tables.
+
+        Args:
+            num_tokens: length of the cached prefix that the tables hold; 0: they hold none.
+        """
+        pin = Pin(next(self._ids), tables, num_tokens)
+        if any(tables):
+            self._pool.acquire(tables)
+            self._tables[pin.pin_id] = tables
+        return pin
+
+    def give_back(self, *pins: Pin) -> None:
+        """Drop the references that one `take` each has taken."""
+        for pin in pins:
+            if any(pin.block_ids):
+                assert pin.pin_id in self._tables, f"pin {pin.pin_id} is unpinned more often than pinned"
+                self._pool.release(self._tables.pop(pin.pin_id))

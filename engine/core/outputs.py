@@ -14,8 +14,7 @@ from baton.messages import PrefillReport
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
 from engine.core.block_pool import BlockChange
-from engine.core.kv_spec import BlockTables
-from engine.core.runner import Fence
+from engine.core.runner import BlockTables, Fence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from baton.blocks import num_blocks_for
 from baton.memory import GIB
-from engine.core.kv_spec import KVSpec
+from engine.core.runner import KVSpec
 
 FULL_LENGTH_SEQUENCES = 64
 """Limit of the pool's size, in sequences of maximum length, unless more sequences may run."""

@@ -17,20 +17,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
 
-from baton.costs import LEAST_SHARE, PRIOR, StepCosts
+from baton.costs import ITL_TARGET, LEAST_SHARE, PRIOR, StepCosts
 from engine.core.drafting import Drafter
-from engine.core.group_pool import GroupPool
-from engine.core.kv_spec import BlockTables
-from engine.core.plan import Schedule, StepPlan
-from engine.core.runner import StepInput
+from engine.core.group_pool import GroupPool, SequenceBlocks
+from engine.core.runner import BlockTables, StepInput, StepPart
 from engine.core.sequence import Purpose, Sequence, Status
-from engine.core.sequence_blocks import SequenceBlocks
-from engine.core.urgency import computing_room_s, urgency
 
 MAX_SCORED = 128
 """Maximum number of tokens that a step computes of a prompt with scores: each needs a row of logits."""
+LEAST_STEP = 0.5
+"""Minimum share of the ITL objective that a step may take, even if sequences are late: shorter steps could not catch
+up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,36 @@ class SchedulerLimits:
         most = min(self.max_num_batched_tokens // length, 1 + (self.max_num_batched_tokens - 1) // (length + 1))
         most = max(1, most)
         return replace(self, canvas_length=length, max_num_seqs=min(self.max_num_seqs, most), max_draft_tokens=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Result of one call of `Scheduler.schedule`."""
+
+    step: StepInput
+    admitted: tuple[Sequence, ...] = ()
+    """Sequences that have their blocks now."""
+    preempted: tuple[Sequence, ...] = ()
+    """Sequences that have lost their blocks and wait again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepPlan:
+    """A step under construction."""
+
+    budget: int
+    """Tokens that may still be added."""
+    canvas_length: int = 0
+    """Tokens that the step computes beside those of each part that samples."""
+    sequences: list[Sequence] = field(default_factory=list)
+    parts: list[StepPart] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+
+    def add(self, sequence: Sequence, part: StepPart) -> None:
+        """Add one sequence's part to the step."""
+        self.sequences.append(sequence)
+        self.parts.append(part)
+        self.budget -= len(part.token_ids) + self.canvas_length * part.sample
 
 
 class Scheduler:
@@ -327,3 +357,110 @@ class Scheduler:
 def _rank(sequence: Sequence) -> tuple[int, float]:
     """Return the sort key of preemption: the greatest one is preempted first."""
     return -sequence.spec.priority, sequence.arrival_s
+
+
+def urgency(
+    sequence: Sequence, now: float, costs: StepCosts, blocks: SequenceBlocks, chunk: int
+) -> tuple[int, bool, float, float]:
+    """Return the sort key, least first: priority, whether it cannot meet its deadline, deadline, arrival.
+
+    A sequence that has already generated tokens and must be recomputed comes before all others of its priority.
+
+    Args:
+        costs: step costs.
+        blocks: block accounting, which includes the cache.
+        chunk: prompt tokens in a step.
+    """
+    spec = sequence.spec
+    if sequence.num_output_tokens:
+        return -spec.priority, False, -math.inf, sequence.arrival_s
+    return -spec.priority, _must_be_late(sequence, now, costs, blocks, chunk), sequence.deadline_s, sequence.arrival_s
+
+
+def _must_be_late(sequence: Sequence, now: float, costs: StepCosts, blocks: SequenceBlocks, chunk: int) -> bool:
+    """Return whether its first token would be late even if it were computed alone from now on."""
+    spare_s = sequence.deadline_s - now
+    if spare_s == math.inf:
+        return False
+    if spare_s < 0 or sequence.purpose is Purpose.RECEIVE:
+        return spare_s < 0
+    num_tokens = sequence.num_tokens
+    if costs.prefill_s(num_tokens, sequence.num_computed_tokens, chunk) <= spare_s:
+        return False
+    return costs.prefill_s(num_tokens, blocks.num_present_tokens(sequence), chunk) > spare_s
+
+
+def computing_room_s(decoding: list[Sequence], now: float, costs: StepCosts) -> float:
+    """Return how long prompts may compute in the step that starts now, given its decoding sequences.
+
+    Each sequence's next token is due when its mean interval so far reaches the objective, so a sequence that was fast
+    has time to spare.
+    """
+    step_s, num_kv_tokens = math.inf, 0
+    for sequence in decoding:
+        num_kv_tokens += len(sequence.token_ids)
+        if (itl_s := sequence.spec.itl_s) < math.inf and sequence.num_generated_tokens > sequence.has_unknown:
+            due_s = sequence.first_token_s + ITL_TARGET * itl_s * sequence.num_generated_tokens
+            step_s = min(step_s, max(due_s - now, LEAST_STEP * itl_s))
+    if step_s == math.inf:
+        return math.inf
+    return costs.computing_room_s(step_s, len(decoding), num_kv_tokens)
+
+
+def can_plan_ahead(step: StepInput, sequences: SequenceOf[Sequence], scheduler: Scheduler) -> bool:
+    """Return whether the step after `step`, which is running, can be planned before its sampled tokens are known.
+
+        runner     | step n            | step n + 1        | step n + 2
+        event loop       plan n + 1 |   commit n, plan n + 2 |
+
+    The plan depends on three results of the running step. The number of tokens is known: one for each sequence that
+    samples, since such a step has no drafts. The tokens themselves stand as `UNKNOWN_TOKEN` until the runner fills them
+    in. A sequence may also stop with its token: it is planned as if it continued, and if it has stopped, its part of
+    the step that was planned ahead is dropped. Its blocks are not freed until that step is committed, nor are the
+    blocks that the step reads of a sequence whose table has changed. If a sequence stops by length, the plan already
+    knows it.
+
+    A step is planned ahead whole or not at all. If one sequence has to see the last tokens first, the whole step is
+    planned when they are known. That is the case for draws that depend on earlier tokens (penalties, DRY, grammars,
+    excluded words of several tokens), beam searches, scores of prompts, drafts, several choices that fork one prompt,
+    and sequences whose next token would preempt another sequence. With a draft model, and for a diffusion model, no
+    step is planned ahead.
+
+    Args:
+        sequences: the sequences of the step's parts, in order.
+    """
+    if step.copies or any(part.num_drafts for part in step.parts):
+        return False
+    if any(part.sample and each.needs_history for part, each in zip(step.parts, sequences, strict=True)):
+        return False
+    if any(each.search is not None or each.scores_prompt for each in scheduler.running):
+        return False
+    if any(each.spec.choice_index or each.search is not None for each in scheduler.waiting):
+        return False
+    return _has_room(sequences, scheduler) and not _may_draft(step, sequences, scheduler)
+
+
+def _has_room(sequences: SequenceOf[Sequence], scheduler: Scheduler) -> bool:
+    """Return whether every running sequence can grow by one token without taking another sequence's blocks.
+
+    Args:
+        sequences: sequences of the running step. After it, each releases the row that it reads if the row is shared or
+            a snapshot, and then needs another one.
+    """
+    pool, blocks = scheduler.pool, scheduler.blocks
+    needing = [each for each in scheduler.running if each.num_tokens >= each.num_block_tokens]
+    missing = [blocks.missing(each, each.num_tokens + 1) for each in needing]
+    if pool.rows is not None:
+        without_rows = [0] * len(pool.groups)
+        missing += [[*without_rows, pool.num_missing_after_step(each.block_ids[-1])] for each in sequences]
+    return not missing or pool.has_room([sum(numbers) for numbers in zip(*missing, strict=True)])
+
+
+def _may_draft(step: StepInput, sequences: SequenceOf[Sequence], scheduler: Scheduler) -> bool:
+    """Return whether drafts after the known tokens would pay: then they may also pay after the next token."""
+    if scheduler.drafter is None:
+        return False
+    if scheduler.drafter.model is not None:  # it proposes after the last tokens
+        return True
+    budget = scheduler.limits.max_num_batched_tokens - step.num_scheduled_tokens
+    return budget > 0 and bool(scheduler.drafter.drafts(sequences, step.parts, budget))

@@ -10,9 +10,8 @@ from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, Candidates, TokenScores
 from engine.core.beams import BeamSearch
-from engine.core.kv_spec import BlockTables
 from engine.core.ngrams import NgramIndex
-from engine.core.runner import UNKNOWN_TOKEN, BlockCopy, StepPart
+from engine.core.runner import UNKNOWN_TOKEN, BlockCopy, BlockTables, StepPart
 
 
 class Purpose(Enum):

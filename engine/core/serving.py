@@ -15,8 +15,8 @@ from baton.adapters import AdapterFacts
 from baton.errors import BatonError
 from baton.hypotheses import Hypotheses
 from baton.messages import SeenImage, SequenceSpec
-from engine.core.kv_spec import KVSpec
 from engine.core.outputs import EngineLoad, OnProgress, Output, Pin
+from engine.core.runner import KVSpec
 from engine.core.sequence import Purpose
 
 

@@ -5,7 +5,7 @@ weights), a cost per sequence and a cost per token of context. Steps with a prom
 cost of prefill: the overhead, a cost per token and a cost per pair of tokens of which one attends to the other. Small
 prompts take no longer than reading the weights, so they do not count for prefill.
 
-Nothing is learned from steps with drafts: their time is measured against these costs (`draft_price`).
+Nothing is learned from steps with drafts: their time is measured against these costs (`DraftPrice`).
 """
 
 from __future__ import annotations

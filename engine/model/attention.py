@@ -30,8 +30,7 @@ import torch.nn.functional as F  # noqa: N812 - the name the field uses
 from transformers import AttentionInterface
 
 from baton.blocks import num_blocks_for
-from engine.core.kv_spec import EMPTY_PLACE, LayerGroup
-from engine.core.runner import OnLayerDone, StepPart, ignore_layer
+from engine.core.runner import EMPTY_PLACE, LayerGroup, OnLayerDone, StepPart, ignore_layer
 from engine.model.attention_step import AttentionStep, AttentionTerms
 from engine.model.kv_cache import KVCache, movable, rounded
 from engine.model.latent import LATENT, LatentHeads

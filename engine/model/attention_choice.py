@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from baton.errors import ModelLoadError, in_one_line
-from engine.core.kv_spec import FP8, KVSpec
-from engine.core.runner import OnLayerDone, StepPart
+from engine.core.runner import FP8, KVSpec, OnLayerDone, StepPart
 from engine.model.attention import step_context
 from engine.model.attention_probe import PROBE_ROOM, ProbedHeads, is_batch_invariant, largest_difference, probe_cache
 from engine.model.attention_step import Attention, AttentionStep

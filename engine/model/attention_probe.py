@@ -13,8 +13,7 @@ import torch
 
 from baton.blocks import num_blocks_for
 from baton.sampling import SamplingParams
-from engine.core.kv_spec import KVSpec, LayerGroup
-from engine.core.runner import StepPart, ignore_layer
+from engine.core.runner import KVSpec, LayerGroup, StepPart, ignore_layer
 from engine.model.attention_step import Attention, AttentionTerms
 from engine.model.kv_cache import KVCache
 from engine.model.table_rows import TableRoom

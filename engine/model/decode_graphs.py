@@ -25,8 +25,7 @@ from engine.core.runner import OnLayerDone, StepPart
 from engine.model.attention import report_written, set_step
 from engine.model.attention_step import Attention
 from engine.model.kernel_attention import KernelAttention, KernelStep
-from engine.model.last_tokens import Filling
-from engine.model.rank_step import RankStep
+from engine.model.rank_step import Filling, RankStep
 from engine.model.shapes import FIXED_LENGTH, ropes_of
 from engine.uploads import StepNumbers
 

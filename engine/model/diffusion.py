@@ -41,7 +41,7 @@ from engine.model.pages import Pages
 from engine.model.rank_step import RankStep
 from engine.model.self_check import ENDS, TOLERANCE, probe_tokens, shares, steps
 from engine.model.transformers_model import load_config, load_whole
-from engine.sampling.row import MIN_TEMPERATURE
+from engine.sampling.steps import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from baton.errors import ConfigError
-from engine.core.kv_spec import FP8
+from engine.core.runner import FP8
 from engine.model.kv_cache import rounded, torch_dtype
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import Protocol
 
 import torch
 
-from engine.core.kv_spec import LayerGroup
-from engine.core.runner import OnLayerDone, StepPart, ignore_layer
+from engine.core.runner import LayerGroup, OnLayerDone, StepPart, ignore_layer
 from engine.model.attention import report_written
 from engine.model.attention_step import AttentionTerms
 from engine.model.kernels import (

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.errors import ModelLoadError
-from engine.core.kv_spec import FP8, KVSpec, PageOrder
+from engine.core.runner import FP8, KVSpec, PageOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,13 +25,15 @@ from baton.messages import Adapter
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Drawn, Sampled, TokenScores
 from baton.tokenizer_file import end_of_sequence_ids
+from engine.core.faults import Fault, fault_of
 from engine.core.image_store import ImageStore
-from engine.core.kv_spec import FP8
 from engine.core.pool_sizes import ROWS_PER_SEQUENCE, PoolNeeds, pool_bytes, sizes_within, table_sizes
 from engine.core.runner import (
+    FP8,
     BlockCopy,
     ComputedStep,
     LaunchedStep,
+    NotedLayers,
     OnLayerDone,
     StepInput,
     StepOutput,
@@ -36,19 +41,17 @@ from engine.core.runner import (
     ignore_layer,
 )
 from engine.model.kv_cache import KVCache
-from engine.model.last_tokens import LastTokens
-from engine.model.rank_step import RankStep, order_for_packing
-from engine.model.rows import drawn, rows_of
+from engine.model.rank_step import LastTokens, RankStep, order_for_packing
 from engine.model.self_check import tables_of
 from engine.model.shapes import ModelShape, arithmetic_dtype, longest_sequence, report_longest
-from engine.model.smaller_steps import SmallerSteps
 from engine.sampling.pipeline import SAMPLER, Sampler
-from engine.sampling.row import Row
 from engine.sampling.scores import scores_of
+from engine.sampling.steps import Row
 from engine.sampling.structure import Structures
 
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
+
 
 WARM_UP_TOKENS = 64
 NO_SAMPLING = SamplingParams(temperature=0.0)
@@ -57,6 +60,11 @@ OF_PACKED_STEPS = (
     "tensor_parallel", "expert_parallel", "batch_invariant", "attention", "draft_model", "max_adapters",
 )  # fmt: skip
 """Settings that need packed steps over the pages, which runners with passes of their own do not have."""
+logger = logging.getLogger(__name__)
+Execute = Callable[[StepInput, OnLayerDone, bool], StepOutput]
+"""Executes a step. The last argument says whether its blocks are ready: those that it starts are zeroed already."""
+SampleRows = Callable[[Sequence[int], Sequence[Row]], Sampled]
+"""Samples from the rows of logits with these indices; each row is used at most once."""
 
 
 class LogitsRunner(ABC):
@@ -367,3 +375,197 @@ def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> N
             f"the KV caches of the other ranks need {num_bytes / 2**20:.0f} MiB of shared memory and {folder} has "
             f"{free / 2**20:.0f} left; make it larger, or lower engine.kv_cache_gib"
         )
+
+
+class SmallerSteps:
+    """Executes steps, in halves if the device runs out of memory.
+
+        step        | a | b | c | d |    out of memory
+        halves      | a | b |            computed
+                            | c |        computed
+                                | d |    out of memory alone: `d` ends, and no other worker retries it
+
+    A failed step leaves nothing that a retry would not write again: KV of the same tokens in the same blocks. A retry
+    must not zero blocks of which a layer has been reported, since a transfer may be reading them.
+
+    Args:
+        execute: computes a step, or raises an error.
+        copy: performs the copies of a step.
+        recover: frees what a failed step has left on the device.
+    """
+
+    def __init__(
+        self,
+        execute: Execute,
+        copy: Callable[[Sequence[BlockCopy]], None],
+        recover: Callable[[], None],
+    ) -> None:
+        self._execute = execute
+        self._copy = copy
+        self._recover = recover
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone) -> StepOutput:
+        """See `Runner.execute`. Layers of a divided step are not reported, since none is complete for all its parts.
+
+        Raises:
+            Exception: the step has failed for another reason than its size.
+        """
+        layers = NotedLayers(on_layer_done)
+        try:
+            return self._execute(step, layers.report, False)
+        except Exception as error:
+            return self.divided(step, error, layers.has_begun)
+
+    def divided(self, step: StepInput, error: Exception, is_ready: bool) -> StepOutput:
+        """Execute a failed step again, in halves.
+
+        Args:
+            step: the step, with all its tokens.
+            error: the error of the failed step.
+            is_ready: whether a layer of it was reported: then its copies are done, and the blocks that it starts are
+                zeroed.
+
+        Raises:
+            Exception: `error`, if it is not a lack of memory, or the error of a half.
+        """
+        _require_too_large(error)
+        logger.warning("a step of %d sequences is too large for the device's memory", len(step.parts))
+        self._recover()
+        if not is_ready:
+            self._copy(step.copies)
+        return _joined(list(self._halves(step.parts, is_ready)))
+
+    def _halves(self, parts: Sequence[StepPart], is_ready: bool) -> Iterator[StepOutput]:
+        """Yield the outputs of the halves of a step that is too large."""
+        if len(parts) == 1:
+            yield _too_large(parts[0])
+            return
+        middle = len(parts) // 2
+        for half in (parts[:middle], parts[middle:]):
+            yield from self._smaller(half, is_ready)
+
+    def _smaller(self, parts: Sequence[StepPart], is_ready: bool) -> Iterator[StepOutput]:
+        try:
+            output = self._execute(StepInput(tuple(parts)), ignore_layer, is_ready)
+        except Exception as error:
+            _require_too_large(error)
+        else:
+            yield output
+            return
+        self._recover()
+        yield from self._halves(parts, is_ready)
+
+
+def _require_too_large(error: Exception) -> None:
+    if fault_of(error) is not Fault.OUT_OF_MEMORY:
+        raise error
+    traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
+
+
+def _joined(outputs: Sequence[StepOutput]) -> StepOutput:
+    """Return the output of a step from those of its pieces, in order."""
+    counts = [len(output.sampled_token_ids) for output in outputs]
+    begins = [sum(counts[:index]) for index in range(len(counts))]
+    return StepOutput(
+        sampled_token_ids=tuple(tokens for output in outputs for tokens in output.sampled_token_ids),
+        num_computed_tokens=tuple(number for output in outputs for number in output.num_computed_tokens),
+        scores=_joined_scores([output.scores for output in outputs], counts),
+        prompt_scores=_joined_scores([output.prompt_scores for output in outputs], counts),
+        failures={
+            begin + index: reason
+            for begin, output in zip(begins, outputs, strict=True)
+            for index, reason in (output.failures or {}).items()
+        }
+        or None,
+        candidates={
+            begin + index: found
+            for begin, output in zip(begins, outputs, strict=True)
+            for index, found in (output.candidates or {}).items()
+        }
+        or None,
+        too_large=frozenset(
+            begin + index for begin, output in zip(begins, outputs, strict=True) for index in output.too_large
+        ),
+    )
+
+
+def _joined_scores(
+    found: Sequence[tuple[TokenScores, ...] | None], counts: Sequence[int]
+) -> tuple[TokenScores, ...] | None:
+    if not any(found):
+        return None
+    pieces = zip(found, counts, strict=True)
+    return tuple(scores for piece, count in pieces for scores in piece or (NO_SCORES,) * count)
+
+
+def _too_large(part: StepPart) -> StepOutput:
+    return StepOutput(
+        sampled_token_ids=((),), num_computed_tokens=(part.num_computed_tokens,), too_large=frozenset({0})
+    )
+
+
+def rows_of(parts: Sequence[StepPart]) -> list[Row]:
+    """Return the first row of each part, all of which sample."""
+    row = Row.__new__  # see `Sequence.part`
+    return [
+        row(
+            Row,
+            p.sampling,
+            p.choice_index,
+            p.num_computed_tokens + len(p.token_ids) - p.num_drafts,
+            p.num_prompt_tokens,
+            p.history,
+            p.sequence_key,
+        )
+        for p in parts
+    ]
+
+
+def drawn(parts: Sequence[StepPart], first: Sequence[Row], sample: SampleRows) -> Drawn:
+    """Return the sampled tokens of parts, in their order, row by row.
+
+    A part with drafts has a row of logits after its last known token and one after each draft. The first is always
+    valid; the row after a draft is valid if all drafts up to it match the sampled tokens. So rows are sampled in order:
+    first rows of all parts together, then the second rows of the parts whose first draft matched, and so on. Each draw
+    depends only on the tokens before it and its own random number, so the result is that of single-token steps, for all
+    parameters.
+
+    Args:
+        first: the parts' first rows.
+        sample: samples rows; its indices count the rows of each part, one part after the other.
+    """
+    if not any(part.num_drafts for part in parts):
+        return Drawn.one_each(sample(range(len(parts)), first))
+    begins = list(accumulate((1 + part.num_drafts for part in parts), initial=0))
+    found = Drawn.one_each(sample(begins[:-1], first))
+    token_ids = [list(of_part) for of_part in found.token_ids]
+    scores = [[of_part] for of_part in found.scores] if found.scores else [list[TokenScores]() for _ in parts]
+    going_on = [index for index in range(len(parts)) if index not in found.failures]
+    count = 1
+    while going_on := [index for index in going_on if _has_come(parts[index], token_ids[index], count)]:
+        rows = [_after_drafts(first[index], parts[index], count) for index in going_on]
+        more = sample([begins[index] + count for index in going_on], rows)
+        for place, index in enumerate(going_on):
+            if place in more.failures:  # its next step reports it, after the tokens that it has
+                continue
+            token_ids[index].append(more.token_ids[place])
+            if more.scores:
+                scores[index].append(more.scores[place])
+        count += 1
+    joined = [TokenScores.joined(of_part) for of_part in scores] if found.scores else None
+    return found._replace(token_ids=[tuple(of_part) for of_part in token_ids], scores=joined)
+
+
+def _has_come(part: StepPart, token_ids: Sequence[int], count: int) -> bool:
+    """Return whether a part's first `count` drafts match the sampled tokens."""
+    is_drafted = len(token_ids) == count <= part.num_drafts
+    return is_drafted and token_ids[-1] == part.token_ids[len(part.token_ids) - part.num_drafts + count - 1]
+
+
+def _after_drafts(first: Row, part: StepPart, num_drafts: int) -> Row:
+    """Return the row after a part's first `num_drafts` drafts, given the part's first row."""
+    history = first.history
+    if history:
+        begin = len(part.token_ids) - part.num_drafts
+        history += part.token_ids[begin : begin + num_drafts]
+    return first._replace(position=first.position + num_drafts, history=history)

@@ -26,8 +26,7 @@ import torch.nn.functional as F  # noqa: N812 - the name the field uses
 from transformers import Cache
 
 from baton.errors import ModelLoadError
-from engine.core.kv_spec import EMPTY_PLACE
-from engine.core.runner import StepPart
+from engine.core.runner import EMPTY_PLACE, StepPart
 from engine.model.kv_cache import KVCache
 from engine.model.rank_step import RankStep
 from engine.model.shapes import KeptStates

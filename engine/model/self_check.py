@@ -21,8 +21,7 @@ from baton.blocks import num_blocks_for
 from baton.errors import ModelLoadError, in_one_line
 from baton.messages import PlacedImage
 from baton.sampling import SamplingParams
-from engine.core.kv_spec import EMPTY_PLACE, BlockTables, KVSpec
-from engine.core.runner import StepPart
+from engine.core.runner import EMPTY_PLACE, BlockTables, KVSpec, StepPart
 from engine.model.rank_step import RankStep
 from engine.model.shapes import of_text
 

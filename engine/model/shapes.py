@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from baton.errors import ModelLoadError
-from engine.core.kv_spec import FP8, INT8, INT8_SCALE_BYTES, KVSpec, LayerGroup, StateSpec
+from engine.core.runner import FP8, INT8, INT8_SCALE_BYTES, KVSpec, LayerGroup, StateSpec
 
 logger = logging.getLogger(__name__)
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

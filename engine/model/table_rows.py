@@ -26,8 +26,7 @@ from typing import NamedTuple
 import torch
 
 from baton.blocks import num_blocks_for
-from engine.core.kv_spec import EMPTY_PLACE, BlockTables, KVSpec
-from engine.core.runner import StepPart
+from engine.core.runner import EMPTY_PLACE, BlockTables, KVSpec, StepPart
 from engine.uploads import StepNumbers
 
 

@@ -39,9 +39,8 @@ from engine.model.fp8_linear import quantize
 from engine.model.fused_model import Fused, fuse
 from engine.model.images import RankImages, StepImages
 from engine.model.kv_cache import KVCache, torch_dtype
-from engine.model.last_tokens import Filling
 from engine.model.latent import EXPAND, absorb, release
-from engine.model.rank_step import RankStep
+from engine.model.rank_step import Filling, RankStep
 from engine.model.recurrent import (
     OF_RECURRENT,
     Pass,

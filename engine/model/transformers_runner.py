@@ -19,10 +19,12 @@ from baton.memory import GIB
 from baton.messages import Adapter
 from baton.sampling import SamplingParams
 from engine.core.faults import Fault, fault_of
-from engine.core.kv_spec import EMPTY_PLACE, INT8, KVSpec
 from engine.core.runner import (
+    EMPTY_PLACE,
+    INT8,
     ComputedStep,
     Fence,
+    KVSpec,
     LaunchedStep,
     NotedLayers,
     OnLayerDone,
@@ -38,12 +40,10 @@ from engine.model.attention_choice import SEVERAL_RANKS
 from engine.model.batch_invariance import RowByRow, refuse_unkept
 from engine.model.fp8_linear import refuse_fp8
 from engine.model.images import RankImages
-from engine.model.last_tokens import DeviceStep, Filling
-from engine.model.logits_runner import NO_SAMPLING, LogitsRunner
+from engine.model.logits_runner import NO_SAMPLING, LogitsRunner, rows_of
 from engine.model.pretrained import ask_folder
-from engine.model.rank_step import RankStep, order_for_packing
+from engine.model.rank_step import DeviceStep, Filling, RankStep, order_for_packing
 from engine.model.ranks import OtherRanks
-from engine.model.rows import rows_of
 from engine.model.shapes import arithmetic_dtype, longest_sequence
 from engine.model.transformers_model import ModelRank, load_config
 

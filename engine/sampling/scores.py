@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from baton.scores import NO_SCORES, TokenScores
-from engine.sampling.ranking import falling
-from engine.sampling.row import Row
+from engine.sampling.steps import Row
 from engine.sampling.weights import Buffers
 
 LEAST = -9999.0
@@ -124,3 +123,18 @@ class RawLogits:
             else:
                 tops.append((tuple(top_ids[place][: params.logprobs]), tuple(top_logprobs[place][: params.logprobs])))
         return tops
+
+
+def falling(values: torch.Tensor, least: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids of the values that are at least `least`, in descending order, and these values.
+
+    Among equal values the lower token id comes first: `topk` returns any of equal values, and different ones if another
+    row of the batch asks for more.
+
+    Args:
+        values: values of one row, `[vocab_size]`.
+        least: lower bound.
+    """
+    ids = (values >= least).nonzero()[:, 0]
+    kept, order = values[ids].sort(descending=True, stable=True)
+    return ids[order], kept

@@ -21,8 +21,7 @@ import torch
 from baton.errors import InvalidRequest
 from baton.sampling import SamplingParams
 from baton.structure import StructuredOutputs
-from engine.sampling.exclusions import EXCLUDED
-from engine.sampling.row import Row
+from engine.sampling.steps import EXCLUDED, Row
 
 if TYPE_CHECKING:
     from baton.grammar import GrammarCompiler, GrammarMatcher

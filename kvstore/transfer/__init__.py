@@ -11,7 +11,7 @@
         copy/, transport/
           copy -> slot -- transport --> slot -> copy           IPC, NCCL, shared memory or TCP
 
-`protocol` is pure and the same on both sides: the heads that ranks exchange (`layout`), the bytes of each chunk
+`protocol` is pure and the same on both sides: the heads that ranks exchange and the bytes of each chunk
 (`plan`), the 64 bytes before each message (`chunk_header`), and the two state machines. `connection` is one rank to one
 rank. `pipeline` runs on the thread that owns one end of a transport. `copy` moves bytes between cache and payload.
 `transport` moves them between two processes; a new transport is one file and one row in `transport.select`. `device` is

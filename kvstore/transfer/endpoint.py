@@ -21,7 +21,7 @@ from baton.v1 import kv_pb2, kv_pb2_grpc
 from kvstore.transfer.copy.blocks import choose_copies
 from kvstore.transfer.device import LOSSES
 from kvstore.transfer.prefix_pull import PrefixPuller
-from kvstore.transfer.protocol.layout import begins_of
+from kvstore.transfer.protocol.plan import begins_of
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
 from kvstore.transfer.transport.nccl import num_nccl_stalls

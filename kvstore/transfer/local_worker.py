@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.transfer.protocol.layout import layout_of
+from kvstore.transfer.protocol.plan import layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

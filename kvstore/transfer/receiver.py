@@ -30,13 +30,12 @@ from baton.blocks import num_blocks_for
 from baton.errors import TransferError, TransferRefused, text_of
 from baton.messages import FromSender, Hello, SessionFailed, Ticket
 from baton.tasks import cancel_and_wait
-from engine.core.kv_spec import EMPTY_PLACE
+from engine.core.runner import EMPTY_PLACE
 from kvstore.transfer.connection.control_stream import caller_of
 from kvstore.transfer.connection.incoming import Caller, IncomingConnection
 from kvstore.transfer.connection.reservations import Arrival, Expected, Reservations
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
-from kvstore.transfer.protocol.layout import AUTO, block_size_of, mismatch, window_begins
-from kvstore.transfer.protocol.plan import require_fitting_slots
+from kvstore.transfer.protocol.plan import AUTO, block_size_of, mismatch, require_fitting_slots, window_begins
 from kvstore.transfer.stats import TransferStats
 from kvstore.transfer.transport.select import (
     LocalRank,
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 
     from baton.config import TransferConfig
     from baton.trust import KeyFile
-    from engine.core.kv_spec import BlockTables
+    from engine.core.runner import BlockTables
     from kvstore.transfer.local_worker import LocalWorker
     from kvstore.transfer.pipeline.thread import TransportThread
     from kvstore.transfer.transport.base import Nearness, ReceivingTransport

@@ -26,15 +26,21 @@ from typing import TYPE_CHECKING
 from baton.errors import BatonError, Overloaded, TransferCancelled, TransferError, TransferRefused
 from baton.messages import Hello, Ticket, Transferred
 from baton.tasks import seen_through
-from kvstore.transfer.connection.ahead import OpeningsAhead
 from kvstore.transfer.connection.control_stream import Peer
 from kvstore.transfer.connection.outgoing import TransferPart
-from kvstore.transfer.connection.pool import ConnectionPool
+from kvstore.transfer.connection.pool import ConnectionPool, OpeningsAhead
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.pipeline.send_loop import ChunkQueue
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
-from kvstore.transfer.protocol.layout import begins_of, destination_ranks, mismatch
-from kvstore.transfer.protocol.plan import WireOptions, least_chunk_bytes, plan, require_fitting_slots
+from kvstore.transfer.protocol.plan import (
+    WireOptions,
+    begins_of,
+    destination_ranks,
+    least_chunk_bytes,
+    mismatch,
+    plan,
+    require_fitting_slots,
+)
 from kvstore.transfer.stats import TransferStats
 from kvstore.transfer.transport.select import chunk_bytes, slot_bytes, usable_transports
 from kvstore.transfer.transport.shm import host_id
@@ -46,9 +52,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from baton.config import TransferConfig
-    from engine.core.kv_spec import BlockTables
     from engine.core.outputs import KvProgress
-    from engine.core.runner import Fence
+    from engine.core.runner import BlockTables, Fence
     from kvstore.transfer.local_worker import LocalWorker
 
 

@@ -19,10 +19,18 @@ from baton.scores import Sampled
 from engine.core.block_pool import Stored
 from engine.core.engine import Engine
 from engine.core.image_store import ImageStore
-from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from engine.core.outputs import Generated, Reserved
 from engine.core.pool_sizes import PoolNeeds, table_sizes
-from engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, ignore_layer
+from engine.core.runner import (
+    ComputedStep,
+    KVSpec,
+    LayerGroup,
+    OnLayerDone,
+    StateSpec,
+    StepInput,
+    StepOutput,
+    ignore_layer,
+)
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence
 from engine.core.step_fit import StepSize

@@ -50,7 +50,10 @@ class ControllerClient:
     async def _order(self, method: str, request: Any) -> Any:
         """Send one order over a new channel: orders are rare, and a controller may restart at another address."""
         if (controller := self._known()) is None:
-            raise NoController("no controller is known, so the pools cannot be changed; `baton up` runs the controller")
+            raise NoController(
+                "no controller is known, so the pools cannot be changed now; `baton up` or Kubernetes starts it again, "
+                "which takes up to a minute if Ray has failed: try again then"
+            )
         try:
             async with channel(controller.address, self._tls) as opened:
                 proof = member_metadata(self._keys, f"/baton.v1.Admin/{method}", controller.incarnation)
@@ -62,8 +65,8 @@ class ControllerClient:
 def _typed(error: grpc.aio.AioRpcError, controller: ControllerInfo) -> BatonError:
     if is_lost(error):
         return NoController(
-            f"the controller at {controller.address} does not answer; `baton up` restarts it within seconds: "
-            "check `baton status`, then try again"
+            f"the controller at {controller.address} does not answer; `baton up` or Kubernetes starts it again, "
+            "which takes up to a minute if Ray has failed: try again then"
         )
     typed = from_rpc_error(error, f"the controller at {controller.address}")
     if isinstance(typed, NotAMember):

@@ -29,7 +29,7 @@ from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
 from engine.model.rank_step import RankStep, order_for_packing
 from engine.native.runner import NativeRunner
-from engine.sampling.row import Row
+from engine.sampling.steps import Row
 from engine.testing import ArithmeticRunner
 from router.prompt import Tokenizer
 from tests.bench.engine_sides import GREEDY, PROMPT_TOKENS, TEXT

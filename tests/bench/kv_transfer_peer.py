@@ -27,7 +27,7 @@ from baton.messages import Ticket
 from baton.rpc.server import SERVER_OPTIONS
 from baton.tls import Tls
 from baton.v1 import kv_pb2_grpc, worker_pb2
-from engine.core.kv_spec import KVSpec, LayerGroup
+from engine.core.runner import KVSpec, LayerGroup
 from engine.model.kv_cache import KVCache
 from kvstore.transfer.copy.blocks import choose_copies
 from kvstore.transfer.local_worker import LocalWorker

@@ -13,7 +13,7 @@ import numpy as np
 
 from baton.sampling import SamplingParams
 from baton.structure import StructuredOutputs
-from engine.sampling.row import Row
+from engine.sampling.steps import Row
 from engine.sampling.structure import Structures
 from tests.bench.report import Table
 

@@ -28,7 +28,7 @@ from baton.v1 import inference_pb2
 from deploy.models import cache_dir, resolve
 from engine.core.beams import BeamSearch
 from engine.sampling.pipeline import Sampler
-from engine.sampling.row import Row
+from engine.sampling.steps import Row
 from engine.sampling.structure import Structures
 from engine.testing import adapter_number, modulus, sampled_of
 from router.prompt import Tokenizer, in_tokens

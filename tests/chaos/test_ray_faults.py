@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from tests.integration.cluster import Cluster, running_cluster
-from tests.integration.test_scaling import has, pids, until_taken
+from tests.integration.test_scaling import controller_pid, has, pids, until_taken
 from tests.support.processes import command_line, running
 
 pytestmark = pytest.mark.chaos
@@ -110,7 +111,7 @@ def test_no_stream_breaks_when_ray_fails(cluster: Cluster, undisturbed: list[dic
     assert [each.texts for each in heard] == undisturbed
     silence_s = max(each.longest_gap_s for each in heard)
     controller = before["controller"]["pid"]
-    after = cluster.wait_for(lambda s: has(1, 2)(s) and s["controller"]["pid"] not in (0, controller), WHOLE_S)
+    after = cluster.wait_for(lambda s: has(1, 2)(s) and controller_pid(s) not in (0, controller), WHOLE_S)
     until_taken(lambda: cluster.client.scale("decode", 3))
     cluster.wait_for(has(1, 3), WHOLE_S)
     print(f"\n{victim}: longest silence {silence_s:.2f} s, pools whole after {time.monotonic() - killed_s:.1f} s")
@@ -141,14 +142,20 @@ def test_a_worker_that_dies_while_ray_is_away_comes_back_with_it(cluster: Cluste
     assert kept.items() <= pids(after).items()
 
 
-def test_workers_end_with_the_cluster_though_ray_is_away() -> None:
-    """The test kills `baton up`, which has started all processes."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_the_cluster_though_ray_is_away(number: signal.Signals) -> None:
+    """Nothing is left if `baton up` is told to stop. If it is killed, Ray's agents end a minute later."""
     cluster = Cluster("--prefill", "1", "--decode", "1", **SETTINGS)
     try:
         workers = [psutil.Process(pid) for pid in pids(cluster.wait_for(has(1, 1))).values()]
-        kill(cluster, "all of Ray")
-    finally:
         others = cluster.processes()
-        cluster.stop(signal.SIGKILL)
-    _, alive = psutil.wait_procs([*workers, *others], timeout=20)
+        kill(cluster, "deploy.ray_pools.head")
+    finally:
+        cluster.stop(number)
+    agents = [each for each in others if number == signal.SIGKILL and "ray::" in "".join(command_line(each)[:1])]
+    ours = [each for each in (*workers, *others) if each not in agents]
+    _, alive = psutil.wait_procs(ours, timeout=20)
     assert not alive, [command_line(each) for each in alive]
+    for each in agents:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()

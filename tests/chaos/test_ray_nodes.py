@@ -26,7 +26,7 @@ from deploy.processes import module_command, tied
 from deploy.ray_pools.actor import POOL_LABEL
 from deploy.ray_pools.actors import ANSWER_S
 from tests.integration.cluster import Cluster, free_port, running_cluster
-from tests.integration.test_scaling import SETTINGS, has, pids, serves
+from tests.integration.test_scaling import SETTINGS, controller_pid, has, pids, serves
 from tests.kube.release import load_on
 from tests.support.members import secret_file
 from tests.support.processes import command_line
@@ -146,7 +146,7 @@ def test_a_controller_goes_with_the_node_by_which_it_joined(monkeypatch: pytest.
             node.kill()
             nodes.add(num_workers=0, ip="127.0.0.2")
             after = cluster.wait_for(
-                lambda s: has(1, 1)(s) and s["controller"]["pid"] not in (0, before["controller"]["pid"]), 120
+                lambda s: has(1, 1)(s) and controller_pid(s) not in (0, before["controller"]["pid"]), 120
             )
             assert "the Ray node of this process is gone" in cluster.log
             assert pids(after) == pids(before), "a worker was started again"
@@ -216,8 +216,8 @@ def test_workers_of_a_node_process_serve_on_when_their_raylet_or_head_dies(monke
 
 
 def wait_until_adopted(cluster: Cluster, num: int) -> int:
-    """Waits until workers have been ready again so often, after their start."""
-    wait_until(lambda: cluster.log.count("is ready, pid") >= 3 + num, 150, seen=lambda: cluster.log)
+    """Waits until workers have been adopted so often."""
+    wait_until(lambda: cluster.log.count("is adopted by a new Ray actor, pid") >= num, 150, seen=lambda: cluster.log)
     return num
 
 

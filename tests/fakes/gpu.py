@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kvstore.transfer import device
-from kvstore.transfer.copy import kernel_choice, moves
+from kvstore.transfer.copy import blocks, kernel_choice
 from kvstore.transfer.device import HANDLE_BYTES
 from kvstore.transfer.transport import exports, nccl, streams
 from tests.fakes.late import Late, LateHardware, Memory
@@ -318,7 +318,7 @@ def fake_gpus(num_gpus: int, *, same: bool = False, late: bool = False) -> Itera
         for gpu in gpus:
             nccl._TURNS.pop(gpu.device, None)
             streams._STREAMS.pop(gpu, None)
-            moves._BUFFERS.pop(gpu, None)
+            blocks._BUFFERS.pop(gpu, None)
             kernel_choice.CHOSEN.pop(gpu.device, None)
             exports._RINGS.pop(gpu, None)
             gpu.end()

@@ -18,7 +18,7 @@ from engine.core.engine import Engine
 from engine.core.runner import LaunchedStep, OnLayerDone, StepInput, ignore_layer
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
-from engine.model.last_tokens import DeviceStep
+from engine.model.rank_step import DeviceStep
 from engine.model.transformers_runner import TransformersRunner
 from engine.uploads import StepNumbers, uploaded
 from tests.integration.test_engine_models import tokens_of

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, ModelConfig
-from engine.core.kv_spec import KVSpec, LayerGroup
-from engine.core.runner import ignore_layer
+from engine.core.runner import KVSpec, LayerGroup, ignore_layer
 from engine.model.attention_choice import (
     TOLERANCE,
     AttentionWish,

@@ -225,7 +225,7 @@ def test_a_step_that_is_computed_again_takes_each_canvas_one_step_further(
         return denoised(self, *given)
 
     monkeypatch.setattr(Canvas, "denoised", failing)
-    monkeypatch.setattr("engine.model.smaller_steps.fault_of", lambda error: Fault.OUT_OF_MEMORY)
+    monkeypatch.setattr("engine.model.logits_runner.fault_of", lambda error: Fault.OUT_OF_MEMORY)
     chosen = (0, 1, 2)
     got, _ = answers(make_engine(folder), [spec_of(f"{i}", prompts()[i], 32) for i in chosen], steps_between=0)
     assert num_calls > 40

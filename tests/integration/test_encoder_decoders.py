@@ -205,7 +205,7 @@ def test_a_step_that_fails_is_computed_again(folder_of: Callable[[str], Path], m
         write(self, *given)
 
     monkeypatch.setattr(Pages, "write", failing)
-    monkeypatch.setattr("engine.model.smaller_steps.fault_of", lambda error: Fault.OUT_OF_MEMORY)
+    monkeypatch.setattr("engine.model.logits_runner.fault_of", lambda error: Fault.OUT_OF_MEMORY)
     specs = [make_spec(f"{i}", with_start(folder, prompt), 12, ignore_eos=True) for i, prompt in enumerate(prompts())]
     got, _ = answers(engine, specs, steps_between=0)
     assert num_calls > 40

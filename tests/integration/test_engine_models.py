@@ -30,10 +30,18 @@ from baton.messages import SequenceSpec
 from baton.tasks import cancel_and_wait
 from decode_worker.service import DecodeService
 from engine.core.engine import Engine
-from engine.core.kv_spec import EMPTY_PLACE
 from engine.core.loop import EngineLoop
 from engine.core.outputs import Generated
-from engine.core.runner import UNKNOWN_TOKEN, Fence, OnLayerDone, Runner, StepInput, StepOutput, ignore_layer
+from engine.core.runner import (
+    EMPTY_PLACE,
+    UNKNOWN_TOKEN,
+    Fence,
+    OnLayerDone,
+    Runner,
+    StepInput,
+    StepOutput,
+    ignore_layer,
+)
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence
 from engine.model import attention

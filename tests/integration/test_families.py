@@ -28,7 +28,7 @@ from baton.memory import weights_bytes
 from baton.messages import DecodeRequest, FirstToken, PrefillRequest, SequenceSpec, Ticket
 from decode_worker.service import DecodeService
 from engine.core.beams import BeamSearch
-from engine.core.kv_spec import KVSpec
+from engine.core.runner import KVSpec
 from engine.model import asking, self_check
 from engine.model.asking import ask
 from engine.model.attention import ATTENTION_NAME, paged_attention

@@ -13,7 +13,7 @@ from baton.config import EngineConfig, ModelConfig, load
 from deploy.models import cache_dir
 from engine.model.transformers_runner import TransformersRunner
 from engine.runners import make_runner
-from kvstore.transfer.protocol.layout import layout_of, mismatch
+from kvstore.transfer.protocol.plan import layout_of, mismatch
 from tests.integration.cluster import Cluster, running_cluster
 from tests.integration.test_engine_models import answers, engine_of
 from tests.support.asking import prompt_of, sampling

@@ -26,7 +26,7 @@ from engine.native.runner import NativeRunner
 from engine.native.spec import FAMILIES
 from engine.runners import make_runner
 from engine.testing import arithmetic_runner
-from kvstore.transfer.protocol.layout import layout_of, mismatch
+from kvstore.transfer.protocol.plan import layout_of, mismatch
 from tests.integration.test_engine_models import (
     ENGINE,
     VOCAB_SIZE,

@@ -17,7 +17,7 @@ from engine.core.runner import UNKNOWN_TOKEN, OnLayerDone, StepInput, StepPart, 
 from engine.model import attention
 from engine.model.attention_choice import TorchAttention
 from engine.model.kv_cache import KVCache
-from engine.model.last_tokens import DeviceStep
+from engine.model.rank_step import DeviceStep
 from engine.model.transformers_runner import TransformersRunner
 from engine.uploads import StepNumbers
 from tests.integration.test_engine_models import ENGINE, WINDOW, save_tiny

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from baton.config import EngineConfig, ModelConfig
 from baton.errors import ConfigError, ModelLoadError
 from baton.memory import CONTEXT_BYTES, GIB, GpuMemory
-from engine.core.kv_spec import KVSpec, LayerGroup
-from engine.core.runner import OnLayerDone
+from engine.core.runner import KVSpec, LayerGroup, OnLayerDone
 from engine.core.scheduler import MAX_SCORED
 from engine.model import device_memory
 from engine.model.kv_cache import KVCache

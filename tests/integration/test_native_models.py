@@ -16,8 +16,7 @@ from baton.config import EngineConfig, ModelConfig, load
 from baton.errors import ConfigError, NotNative
 from deploy.models import cache_dir
 from engine.core.engine import Engine
-from engine.core.kv_spec import EMPTY_PLACE
-from engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
+from engine.core.runner import EMPTY_PLACE, Fence, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from engine.core.sequence import Purpose
 from engine.model.kv_cache import KVCache
 from engine.model.logits_runner import NO_SAMPLING, LogitsRunner

@@ -22,8 +22,7 @@ from baton.config import EngineConfig, ModelConfig
 from baton.errors import ConfigError, ModelLoadError
 from baton.sampling import SamplingParams
 from engine.core.beams import BeamSearch
-from engine.core.kv_spec import EMPTY_PLACE, BlockTables
-from engine.core.runner import NotedLayers, OnLayerDone, StepInput, StepPart, ignore_layer
+from engine.core.runner import EMPTY_PLACE, BlockTables, NotedLayers, OnLayerDone, StepInput, StepPart, ignore_layer
 from engine.model import self_check
 from engine.model.asking import ask
 from engine.model.rank_step import RankStep

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from baton.blocks import num_blocks_for
-from engine.core.kv_spec import KVSpec
+from engine.core.runner import KVSpec
 from engine.model.asking import ask
 from tests.integration.cluster import Answer, running_cluster
 from tests.integration.test_engine_models import VOCAB_SIZE, Reference, load_reference, refer, same_up_to_near_ties

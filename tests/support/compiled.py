@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from engine.core.kv_spec import DTYPE_BYTES
+from engine.core.runner import DTYPE_BYTES
 
 NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv"}
 FLOATS = {"peaks", "sums", "shares", "scales", "numbers"}

@@ -10,13 +10,12 @@ from unittest.mock import patch
 import torch
 
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
-from engine.core.kv_spec import EMPTY_PLACE
+from engine.core.runner import EMPTY_PLACE
 from engine.model.kv_cache import KVCache
 from kvstore.transfer.copy import blocks, kernel_choice
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.copy.checksum import digest_of, word_sum
-from kvstore.transfer.protocol.layout import rank_spec
-from kvstore.transfer.protocol.plan import WireOptions, plan
+from kvstore.transfer.protocol.plan import WireOptions, plan, rank_spec
 from tests.fakes.gpu import fake_gpus
 
 NUM_BLOCKS = 24

@@ -11,13 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.sampling import SamplingParams
-from engine.core.kv_spec import KVSpec
-from engine.core.runner import OnLayerDone, StepPart, ignore_layer
+from engine.core.runner import KVSpec, OnLayerDone, StepPart, ignore_layer
 from engine.model.attention import ATTENTION_NAME, set_step
 from engine.model.attention_choice import TorchAttention
 from engine.model.kv_cache import KVCache
-from engine.model.last_tokens import Filling
-from engine.model.rank_step import RankStep
+from engine.model.rank_step import Filling, RankStep
 from engine.model.table_rows import TableRoom
 from engine.uploads import StepNumbers
 from tests.fakes import flashinfer

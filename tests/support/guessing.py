@@ -9,7 +9,7 @@ from baton.costs import StepCosts
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
-from engine.core.draft_price import DraftPrice
+from engine.core.drafting import DraftPrice
 from engine.core.engine import Engine
 from engine.core.ngrams import NO_GUESS, Guess, NgramIndex
 from engine.core.outputs import Generated, Output

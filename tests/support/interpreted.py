@@ -21,8 +21,7 @@ import torch
 
 from baton.blocks import num_blocks_for
 from baton.sampling import SamplingParams
-from engine.core.kv_spec import EMPTY_PLACE, FP8, KVSpec, LayerGroup
-from engine.core.runner import StepPart, ignore_layer
+from engine.core.runner import EMPTY_PLACE, FP8, KVSpec, LayerGroup, StepPart, ignore_layer
 from engine.model.attention import begun_blocks
 from engine.model.attention_choice import TorchAttention
 from engine.model.attention_step import Attention, AttentionTerms

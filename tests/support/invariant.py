@@ -11,16 +11,15 @@ import torch
 from baton.errors import ModelLoadError
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES
-from engine.core.kv_spec import KVSpec, LayerGroup
-from engine.core.runner import StepPart, ignore_layer
+from engine.core.runner import KVSpec, LayerGroup, StepPart, ignore_layer
 from engine.model.attention import ATTENTION_NAME, set_step
 from engine.model.attention_probe import PROBE_ROOM, ProbedHeads, is_batch_invariant, probe_cache
 from engine.model.batch_invariance import RowByRow, make_invariant
 from engine.model.kv_cache import KVCache, torch_dtype
 from engine.model.rank_step import RankStep, order_for_packing
 from engine.sampling.pipeline import Sampler
-from engine.sampling.row import Row
 from engine.sampling.scores import scores_of
+from engine.sampling.steps import Row
 from engine.uploads import StepNumbers
 from tests.fakes.graphs import FakeCapture
 from tests.support.graphed import ROOM, SHAPE

@@ -92,7 +92,9 @@ def node(
         running.process.stdout.close()
 
 
-def order(code: str = SERVES, *, gpus: Sequence[str] = (), share: float = 0.0, orphan_s: float = 60.0) -> StartOrder:
+def order(
+    code: str = SERVES, *, gpus: Sequence[str] = (), share: float = 0.0, orphan_s: float = 60.0, end_s: float = 60.0
+) -> StartOrder:
     """Return an actor's order to start a worker that runs this Python code."""
     return StartOrder(
         command=[sys.executable, "-c", code],
@@ -100,6 +102,7 @@ def order(code: str = SERVES, *, gpus: Sequence[str] = (), share: float = 0.0, o
         gpus=gpus,
         gpu_share=share,
         orphan_timeout_s=orphan_s,
+        end_timeout_s=end_s,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from engine.core.kv_spec import KVSpec
+from engine.core.runner import KVSpec
 from engine.model.asking import ask
 from engine.model.shapes import AttentionLayer, ModelShape
 

@@ -12,13 +12,13 @@ import contextlib
 import dataclasses
 import logging
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, TransferError, TransferRefused, WorkerFailed
 from kvstore.transfer.connection.control_stream import Peer
 from kvstore.transfer.connection.outgoing import OutgoingConnection
-from kvstore.transfer.connection.pauses import Pauses
 from kvstore.transfer.transport.select import (
     LocalRank,
     StagingPools,
@@ -29,13 +29,34 @@ from kvstore.transfer.transport.select import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
 
     from baton.config import TransferConfig
     from baton.messages import Hello
     from kvstore.transfer.local_worker import LocalWorker
 
+
 logger = logging.getLogger(__name__)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
+
+
+@dataclass(slots=True)
+class Pauses:
+    """Pauses of one route to a peer: each is twice as long as the previous one. Times are on one clock."""
+
+    pause_s: float = 0.0
+    try_at_s: float = 0.0
+    """Earliest time of the next attempt."""
+
+    def are_over(self, now: float) -> bool:
+        """Return whether another attempt may start."""
+        return now >= self.try_at_s
+
+    def put_off(self, now: float, *, for_long: bool = False) -> None:
+        """Postpone the next attempt, because one has failed."""
+        longer_s = min(2 * self.pause_s, LONGEST_PAUSE_S) or FIRST_PAUSE_S
+        self.pause_s = LONGEST_PAUSE_S if for_long else longer_s
+        self.try_at_s = now + self.pause_s
 
 
 @dataclasses.dataclass(slots=True)
@@ -300,3 +321,34 @@ class ConnectionPool:
         self._replaced.discard(connection)
         self._past_fenced += connection.num_fenced
         self._past_resent += connection.num_resent
+
+
+class OpeningsAhead:
+    """Opens connections before a transfer needs them: a GPU opens its nccl transports one by one, in seconds each.
+
+    They are those of one sender. For one event loop; opens one connection at a time.
+    """
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+        self._pauses: dict[Peer, Pauses] = {}
+        """Pauses of peers to which no connection could be opened at all."""
+
+    async def open_next(self, peers: Sequence[Peer]) -> bool:
+        """Open the connection of the first peer that is due; see `KvSender.open_ahead`."""
+        self._pauses = {peer: pauses for peer, pauses in self._pauses.items() if peer in peers}
+        now = time.monotonic()
+        due = (peer for peer in peers if peer not in self._pauses or self._pauses[peer].are_over(now))
+        peer = next((peer for peer in due if self._pool.lacks(0, peer)), None)
+        if peer is None:
+            return False
+        try:
+            await self._pool.open_ahead(0, peer)
+        except BatonError as error:
+            pauses = self._pauses.setdefault(peer, Pauses())
+            pauses.put_off(time.monotonic())
+            text = "no connection to worker %s ahead of a transfer; next try in %g s at the earliest: %s"
+            logger.info(text, peer.worker_id, pauses.pause_s, error)
+        else:
+            self._pauses.pop(peer, None)
+        return True

@@ -17,15 +17,22 @@ from baton.tasks import seen_through
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.pipeline.driven import DrivenMachine
 from kvstore.transfer.pipeline.receive_loop import ChunkWriter
-from kvstore.transfer.protocol.layout import WIRE_DTYPES, begins_of, mismatch, source_ranks
 from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferFailed
-from kvstore.transfer.protocol.plan import TransferPlan, WireOptions, plan
+from kvstore.transfer.protocol.plan import (
+    WIRE_DTYPES,
+    TransferPlan,
+    WireOptions,
+    begins_of,
+    mismatch,
+    plan,
+    source_ranks,
+)
 from kvstore.transfer.protocol.receive_state import Free, ReceiveInstruction, ReceivePhase, ReceiveState
 from kvstore.transfer.stats import TransferStats
 
 if TYPE_CHECKING:
     from baton.config import TransferConfig
-    from engine.core.kv_spec import BlockTables
+    from engine.core.runner import BlockTables
     from kvstore.transfer.connection.control_stream import ControlStream
     from kvstore.transfer.local_worker import LocalWorker
 

@@ -24,21 +24,21 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
+from baton.blocks import HASH_BLOCK
 from baton.errors import TransferError
-from engine.core.kv_spec import EMPTY_PLACE
+from engine.core.runner import EMPTY_PLACE
 from engine.model.kv_cache import movable, movable_dtype, torch_dtype
-from kvstore.transfer.copy import int8
-from kvstore.transfer.copy.checksum import word_sum
+from kvstore.transfer.copy.checksum import digest_of, word_sum
 from kvstore.transfer.copy.kernel_choice import choose_kernels, kernels_of
-from kvstore.transfer.copy.moves import GpuMove, sum_buffers_of
-from kvstore.transfer.copy.run_index import GpuIndex, Runs, least_run, runs_of
 from kvstore.transfer.device import gpu_of
-from kvstore.transfer.protocol.layout import heads_of
+from kvstore.transfer.protocol.plan import SCALE_BYTES, heads_of, page_dims
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -46,12 +46,117 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.kv_layout import KvLayout
-    from engine.core.kv_spec import BlockTables, KVSpec
-    from engine.core.runner import Fence
+    from engine.core.runner import BlockTables, Fence, KVSpec, LayerGroup
     from kvstore.transfer.copy.checksum import Checksum
-    from kvstore.transfer.copy.moves import Move
-    from kvstore.transfer.device import GpuDevice
+    from kvstore.transfer.device import GpuDevice, StreamEvent
     from kvstore.transfer.protocol.plan import Chunk, TransferPlan
+
+
+def least_run(group: LayerGroup) -> int:
+    """Return a number of elements that divides every run of a group, whatever heads and units a plan has."""
+    return math.gcd(HASH_BLOCK, group.block_size) * math.gcd(*group.page_dims)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Positions of one layer group's units in the rows of a cache."""
+
+    numel: int
+    """Elements of one run."""
+    per_row: int
+    """Runs of one row of the cache."""
+    of_unit: NDArray[np.int64]
+    """Runs of each unit of a block, in wire order: `[units per block, runs per unit]`."""
+
+    def of_units(self, table: NDArray[np.int64], unit_lo: int, unit_hi: int) -> NDArray[np.int64]:
+        """Return the runs of a sequence's units in wire order, counted from the start of a layer.
+
+        Args:
+            table: the sequence's blocks.
+            unit_lo, unit_hi: units, counted from the sequence's start.
+
+        Raises:
+            TransferError: a block has left the window.
+        """
+        places, units_of_block = np.divmod(np.arange(unit_lo, unit_hi), len(self.of_unit))
+        blocks = table[places]
+        if (blocks == EMPTY_PLACE).any():
+            raise TransferError("a block has left the window before it was sent")
+        return (blocks[:, None] * self.per_row + self.of_unit[units_of_block]).ravel()
+
+
+def runs_of(group: LayerGroup, unit_tokens: int, head_lo: int, head_hi: int) -> Runs:
+    """Compute the runs of the heads `head_lo:head_hi` (the cache's own numbers) in units of `unit_tokens`."""
+    pieces, block_size = [], group.block_size
+    for unit in range(block_size // unit_tokens):
+        at: list[tuple[int, int]] = []
+        for head in range(head_lo, head_hi):
+            page = head * group.page_numel
+            for dim in group.page_dims:
+                at.append((page + unit * unit_tokens * dim, unit_tokens * dim))
+                page += block_size * dim
+        pieces.append(_joined(at))
+    row_numel = group.row_numel
+    numel = math.gcd(row_numel, *(number for at in pieces for piece in at for number in piece)) or 1
+    of_unit = [[run for start, size in at for run in range(start // numel, (start + size) // numel)] for at in pieces]
+    return Runs(numel, row_numel // numel, np.array(of_unit, dtype=np.int64))
+
+
+def _joined(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join pieces `(start, size)` that follow each other without a gap."""
+    joined: list[tuple[int, int]] = []
+    for start, size in pieces:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((start, size))
+    return joined
+
+
+class GpuIndex:
+    """Runs of the units of one transfer and layer group, on a GPU. For one thread, on its stream.
+
+    The index of a whole transfer is uploaded once, as far as its block table is known; each chunk uses a slice of it.
+    When the table grows, only the new part is uploaded.
+
+    Args:
+        first_unit: the first unit of the transfer, counted from the sequence's start.
+        num_units: number of units that it needs, including those after the sequence's end in its last block.
+    """
+
+    def __init__(self, gpu: GpuDevice, runs: Runs, first_unit: int, num_units: int) -> None:
+        self._gpu = gpu
+        self._runs = runs
+        self._first_unit = first_unit
+        self._num_units = num_units
+        self._num_known = 0
+        self._table = np.empty(0, dtype=np.int64)
+        """The table from which the index was uploaded."""
+        self._index: torch.Tensor | None = None
+
+    def until(self, table: NDArray[np.int64], unit_hi: int) -> torch.Tensor:
+        """Return the index, `int64`, whose first `unit_hi` units are those of a block table.
+
+        The upload is in the calling thread's stream, before later work.
+        """
+        if self._index is None:
+            self._index = self._gpu.buffer(8 * self._num_units * self._runs.of_unit.shape[1]).view(torch.int64)
+        if table is not self._table and not np.array_equal(table[: len(self._table)], self._table):
+            self._num_known = 0  # a window has advanced: a former block is an empty place now
+        self._table = table
+        if unit_hi > self._num_known:
+            known = min(self._num_units, len(table) * len(self._runs.of_unit) - self._first_unit)
+            assert known >= unit_hi, "the block table does not reach so far yet"
+            self._upload(self._index, known)
+        return self._index
+
+    def _upload(self, index: torch.Tensor, until: int) -> None:
+        lo, self._num_known = self._num_known, until
+        runs = self._runs.of_units(self._table, self._first_unit + lo, self._first_unit + until)
+        pinned = self._gpu.pinned_buffer(runs.nbytes).view(torch.int64)
+        pinned.copy_(torch.from_numpy(runs))
+        start = lo * self._runs.of_unit.shape[1]
+        index[start : start + len(runs)].copy_(pinned, non_blocking=True)
 
 
 class RankCache(Protocol):
@@ -295,7 +400,7 @@ class BlockCopier:
             if layer.dtype == dtype and layer.device == out.device:
                 torch.index_select(layer, 0, index, out=out.view(dtype).view(-1, runs.numel))
             elif dtype == torch.int8 and layer.dtype != torch.int8:
-                out.copy_(int8.quantized(self.plan, chunk, layer[index]), non_blocking=True)
+                out.copy_(quantized(self.plan, chunk, layer[index]), non_blocking=True)
             else:
                 out.view(dtype).copy_(layer[index].to(dtype).view(-1), non_blocking=True)
 
@@ -304,7 +409,7 @@ class BlockCopier:
         payload = payload.to(layers.device, non_blocking=True)
         dtype = movable_dtype(torch_dtype(wire.dtype))
         is_quantized = dtype == torch.int8 and layers.dtype != torch.int8
-        values = int8.dequantized(self.plan, chunk, payload) if is_quantized else payload.view(dtype)
+        values = dequantized(self.plan, chunk, payload) if is_quantized else payload.view(dtype)
         values = values.to(layers.dtype).view(len(layers), -1, runs.numel)
         index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi)
         if self._gpu is None:
@@ -365,3 +470,139 @@ class BlockCopier:
         yield
         if self._gpu is not None:
             self._gpu.current_stream().synchronize()
+
+
+INT8_MAX = 127
+
+
+def quantized(plan: TransferPlan, chunk: Chunk, values: torch.Tensor) -> torch.Tensor:
+    """Quantize one layer's units, in wire order, to int8 units: `uint8`. May change `values`.
+
+    Pages of K and V have a float32 scale each: their wire format if the wire's data type is int8.
+    Values after the last token are zeroed first: they are undefined, and would widen the scale of their page without
+    limit, or make it NaN.
+    """
+    wire = plan.groups[chunk.part]
+    num_units, num_heads = chunk.unit_hi - chunk.unit_lo, wire.head_hi - wire.head_lo
+    num_valid = plan.num_tokens - plan.begins[chunk.part] - (chunk.unit_hi - 1) * wire.unit_tokens
+    out = torch.empty(num_units, wire.unit_bytes, dtype=torch.uint8, device=values.device)
+    scales, pages_out = _parts(plan, chunk, out)
+    widths = _page_widths(plan, chunk)
+    pages = torch.split(values.view(num_units, num_heads, -1).float(), widths, 2)
+    for number, (page, to) in enumerate(zip(pages, torch.split(pages_out, widths, 2), strict=True)):
+        page[-1].view(num_heads, wire.unit_tokens, -1)[:, num_valid:] = 0
+        # Neither 0 for a page of zeros, nor subnormal: a quotient could leave the range.
+        scale = (page.abs().amax(2) / INT8_MAX).clamp_min_(torch.finfo(torch.float32).tiny)
+        scales[:, :, number] = scale
+        to.copy_((page / scale[:, :, None]).round_())
+    return out.view(-1)
+
+
+def dequantized(plan: TransferPlan, chunk: Chunk, payload: torch.Tensor) -> torch.Tensor:
+    """Return the units of all layers of an int8 payload, in wire order, as `float32`."""
+    scales, pages = _parts(plan, chunk, payload.view(-1, plan.groups[chunk.part].unit_bytes))
+    values = pages.float()
+    for number, page in enumerate(torch.split(values, _page_widths(plan, chunk), 2)):
+        page.mul_(scales[:, :, number, None])
+    return values.view(-1)
+
+
+def _parts(plan: TransferPlan, chunk: Chunk, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """View int8 units `uint8[units, unit_bytes]` as their two parts.
+
+    Returns:
+        Scales, `float32[units, heads, pages]`, and values, `int8[units, heads, numel]`.
+    """
+    wire = plan.groups[chunk.part]
+    num_heads, num_pages = wire.head_hi - wire.head_lo, len(_page_widths(plan, chunk))
+    end = num_heads * num_pages * SCALE_BYTES
+    scales = units[:, :end].view(torch.float32).view(-1, num_heads, num_pages)
+    return scales, units[:, end:].view(torch.int8).view(len(units), num_heads, -1)
+
+
+def _page_widths(plan: TransferPlan, chunk: Chunk) -> list[int]:
+    """Return the number of elements of each page of a head of a unit."""
+    unit_tokens = plan.groups[chunk.part].unit_tokens
+    return [unit_tokens * dim for dim in page_dims(plan.src.groups[chunk.part])]
+
+
+MAX_SUMS = 1024
+"""Maximum number of partial sums in which a GPU leaves the checksum of one chunk."""
+
+
+class Move(Protocol):
+    """A started copy between blocks and a payload. Call `end` once."""
+
+    def end(self) -> int:
+        """Wait until the bytes are copied, and return the checksum of the payload; 0 if none was requested."""
+
+
+class DoneMove:
+    """A copy that was complete when it was requested."""
+
+    def __init__(self, checksum: int) -> None:
+        self._checksum = checksum
+
+    def end(self) -> int:
+        """See `Move.end`."""
+        return self._checksum
+
+
+class SumBuffers:
+    """Main memory that a GPU accesses directly, for the sums of chunks in progress. Thread-safe."""
+
+    def __init__(self, gpu: GpuDevice) -> None:
+        self._gpu = gpu
+        self._lock = threading.Lock()
+        self._free: list[torch.Tensor] = []
+
+    def take(self) -> torch.Tensor:
+        """Return a buffer, `int64[MAX_SUMS]`, with undefined contents."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        return self._gpu.pinned_buffer(8 * MAX_SUMS).view(torch.int64)
+
+    def give(self, sums: torch.Tensor) -> None:
+        """Take back a buffer that the GPU no longer writes."""
+        with self._lock:
+            self._free.append(sums)
+
+
+class GpuMove:
+    """A copy that is in a stream of a GPU. The host waits for its completion and reads the checksum.
+
+        thread   launch copy n   launch copy n + 1   end copy n   launch copy n + 2   end copy n + 1
+        stream   | fence | copy n, sums -> main memory | event | copy n + 1 ... | event |
+
+    No copy waits for the host, and the host waits for one event, not for all work in the stream.
+
+    Args:
+        done: is recorded after the copy and its sums.
+        sums: has `num_sums` sums then, 0 if no checksum was requested; it is returned to `buffers`.
+    """
+
+    def __init__(self, done: StreamEvent, buffers: SumBuffers, sums: torch.Tensor, num_sums: int) -> None:
+        self._done = done
+        self._buffers = buffers
+        self._sums = sums
+        self._num_sums = num_sums
+
+    def end(self) -> int:
+        """See `Move.end`."""
+        self._done.synchronize()
+        checksum = digest_of(self._sums[: self._num_sums].numpy())
+        self._buffers.give(self._sums)
+        return checksum
+
+
+_BUFFERS: dict[GpuDevice, SumBuffers] = {}
+_LOCK = threading.Lock()
+
+
+def sum_buffers_of(gpu: GpuDevice) -> SumBuffers:
+    """Return the buffers of a GPU."""
+    with _LOCK:
+        if gpu not in _BUFFERS:
+            _BUFFERS[gpu] = SumBuffers(gpu)
+        return _BUFFERS[gpu]

@@ -1,8 +1,7 @@
 """The thread that owns one end of a transport, and the loops that run on it.
 
 `thread` opens and closes the transport. `send_loop` sends the chunks that are ready, `receive_loop` receives the
-announced ones. `under_way` holds sends that were started and not awaited yet. `driven` lets the event loop and these
-threads share one state machine.
+announced ones. `driven` lets the event loop and these threads share one state machine.
 """
 
-__all__ = ["driven", "receive_loop", "send_loop", "thread", "under_way"]
+__all__ = ["driven", "receive_loop", "send_loop", "thread"]

@@ -15,16 +15,15 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.errors import TransferCorrupted, TransferError, TransferTimeout
+from kvstore.transfer.copy.blocks import DoneMove
 from kvstore.transfer.copy.checksum import Xxh3
-from kvstore.transfer.copy.moves import DoneMove
 from kvstore.transfer.protocol import chunk_header as h
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from baton.messages import Ticket
-    from kvstore.transfer.copy.blocks import BlockCopier
-    from kvstore.transfer.copy.moves import Move
+    from kvstore.transfer.copy.blocks import BlockCopier, Move
     from kvstore.transfer.pipeline.driven import DrivenMachine
     from kvstore.transfer.protocol.plan import Chunk
     from kvstore.transfer.protocol.receive_state import ReceiveInstruction, ReceiveState

@@ -21,22 +21,19 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.transfer.copy.blocks import DoneMove
 from kvstore.transfer.copy.checksum import Xxh3
-from kvstore.transfer.copy.moves import DoneMove
-from kvstore.transfer.pipeline.under_way import UnderWay
 from kvstore.transfer.protocol import chunk_header as h
 from kvstore.transfer.protocol.plan import EVERY_LAYER
 
 if TYPE_CHECKING:
     from baton.messages import Ticket
-    from engine.core.kv_spec import BlockTables
-    from engine.core.runner import Fence
-    from kvstore.transfer.copy.blocks import BlockCopier
-    from kvstore.transfer.copy.moves import Move
+    from engine.core.runner import BlockTables, Fence
+    from kvstore.transfer.copy.blocks import BlockCopier, Move
     from kvstore.transfer.pipeline.driven import DrivenMachine
     from kvstore.transfer.protocol.plan import Chunk, TransferPlan
     from kvstore.transfer.protocol.send_state import SendInstruction, SendState
-    from kvstore.transfer.transport.base import SendingTransport
+    from kvstore.transfer.transport.base import Operation, SendingTransport
     from kvstore.transfer.transport.staging import Slot
 
 
@@ -212,6 +209,40 @@ class _Announced:
     ready: ReadyChunk
     slot: Slot
     move: Move | None = None  # the copy into the slot, from its start to its end
+
+
+class UnderWay:
+    """Sends that were started on a transport and not waited for yet, in order, with the slots that they hold."""
+
+    def __init__(self, transport: SendingTransport) -> None:
+        self._transport = transport
+        self._operations: deque[tuple[Operation, Slot | None]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._operations)
+
+    def add(self, operation: Operation, slot: Slot | None) -> None:
+        """Add a started operation, and the slot that is in use until its end."""
+        self._operations.append((operation, slot))
+
+    def complete_one(self) -> None:
+        """Wait for the oldest operation, and release its slot."""
+        operation, slot = self._operations[0]
+        operation.wait()
+        self._operations.popleft()
+        if slot is not None:
+            self._transport.slots.release(slot)
+
+    def complete_all(self) -> None:
+        """Wait for all operations."""
+        while self._operations:
+            self.complete_one()
+
+    def give_up(self) -> None:
+        """Discard the slots of operations in progress: the transport has failed, or is about to be closed."""
+        for _, slot in self._operations:
+            if slot is not None:
+                self._transport.slots.discard(slot)
 
 
 class SendLoop:

@@ -12,7 +12,6 @@ __all__ = [
     "nccl",
     "nccl_counts",
     "nccl_env",
-    "nccl_id",
     "nccl_log",
     "nccl_turns",
     "packets",

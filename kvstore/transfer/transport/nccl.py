@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import re
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -22,9 +24,9 @@ from kvstore.transfer.transport import tcp
 from kvstore.transfer.transport.base import RECEIVER, SENDER, FarSide, TransportEnd, TransportKind
 from kvstore.transfer.transport.nccl_counts import ABORTS, COMMUNICATORS
 from kvstore.transfer.transport.nccl_env import require_environment
-from kvstore.transfer.transport.nccl_id import is_id_of
 from kvstore.transfer.transport.nccl_log import UNKNOWN, carrier_since, length_of, nccl_log
 from kvstore.transfer.transport.nccl_turns import HELD_SHARE, WORDS, DeviceTurns, OpeningLimits, Words
+from kvstore.transfer.transport.socket_end import ip_in
 from kvstore.transfer.transport.streams import streams_of
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from kvstore.transfer.device import StreamEvent
     from kvstore.transfer.transport.base import Operation, SignalOperation
     from kvstore.transfer.transport.staging import Slot
+
 
 _TAG = 1
 """NCCL ignores tags, but torch requires one."""
@@ -46,6 +49,10 @@ _LATER = b"baton: later".ljust(HEADER_BYTES, b"\0")
 """Signal of a side that cannot yet give the expected one, because an opening delays it."""
 _OUT_OF_STEP = "the nccl transport is out of step: another message came than the one announced"
 _TURNS: dict[torch.device, DeviceTurns] = {}
+_ID_BYTES = 128
+_ADDRESS_AT = 8
+"""A sockaddr follows a random number of eight bytes (`ncclBootstrapHandle`)."""
+INTERFACES = "NCCL_SOCKET_IFNAME"
 
 
 def is_well_formed(peer: FarSide, key: str, value: bytes) -> bool:
@@ -349,3 +356,27 @@ KIND = TransportKind(
     stages_on_gpu=True,
     is_plain=True,
 )
+
+
+def is_id_of(peer: FarSide, value: bytes) -> bool:
+    """Return whether a peer may have created this id of a communicator: it names an address of the peer's host.
+
+    The id is 128 bytes with the address at which its creator listens, and to which NCCL connects. NCCL chooses the
+    interface by itself. Between processes of one machine it may be any address of the machine. An operator may name
+    interfaces (`NCCL_SOCKET_IFNAME`) that Baton does not use; then any address is accepted.
+    """
+    if len(value) != _ID_BYTES or not (ip := ip_in(value, _ADDRESS_AT)):
+        return False
+    is_here = any(_is_own(str(address)) for address in peer.addresses)
+    return peer.is_at(ip) or INTERFACES in os.environ or (is_here and _is_own(ip))
+
+
+def _is_own(ip: str) -> bool:
+    """Return whether an IP address belongs to this machine."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((ip, 0))
+        except OSError:
+            return False
+    return True

@@ -17,16 +17,14 @@ from typing import Any, cast
 
 from baton.messages import Ticket
 from engine.core.engine import Engine
-from engine.core.kv_spec import KVSpec
 from engine.core.outputs import Generated, Reserved
-from engine.core.runner import Fence
+from engine.core.runner import Fence, KVSpec
 from engine.core.sequence import Purpose
 from engine.model import transformers_model
 from kvstore.transfer.copy.blocks import BlockCopier, RankCache
 from kvstore.transfer.pipeline.receive_loop import ChunkWriter, ReceiveLoop
 from kvstore.transfer.pipeline.send_loop import ChunkQueue, SendLoop
-from kvstore.transfer.protocol.layout import layout_of
-from kvstore.transfer.protocol.plan import TransferPlan, WireOptions, plan
+from kvstore.transfer.protocol.plan import TransferPlan, WireOptions, layout_of, plan
 from kvstore.transfer.transport.streams import own_stream
 from tests.gpu.hour.checks import FALLBACKS, Found, NotRun, is_rehearsal, judged
 from tests.gpu.hour.ends import Side, require_kind, two

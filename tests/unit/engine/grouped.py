@@ -11,8 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from baton.blocks import num_blocks_for
-from engine.core.kv_spec import KVSpec, LayerGroup, PageOrder
-from engine.core.runner import BlockCopy, StepPart
+from engine.core.runner import BlockCopy, KVSpec, LayerGroup, PageOrder, StepPart
 from engine.model.kv_cache import torch_dtype
 from engine.testing import ArithmeticRunner, modulus
 

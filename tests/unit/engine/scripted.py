@@ -26,7 +26,6 @@ from baton.messages import PrefillReport, SeenImage, SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES
 from baton.tasks import cancel_and_wait
-from engine.core.kv_spec import BlockTables, KVSpec
 from engine.core.outputs import (
     Admitted,
     EngineLoad,
@@ -38,7 +37,7 @@ from engine.core.outputs import (
     Preempted,
     Reserved,
 )
-from engine.core.runner import StepInput, StepPart
+from engine.core.runner import BlockTables, KVSpec, StepInput, StepPart
 from engine.core.sequence import Purpose
 from engine.testing import ArithmeticRunner
 

@@ -27,10 +27,18 @@ from baton.messages import (
 from baton.scores import TokenScores
 from decode_worker.service import DecodeService
 from engine.core.engine import Engine
-from engine.core.kv_spec import KVSpec, LayerGroup, PageOrder
 from engine.core.loop import EngineLoop
 from engine.core.outputs import Generated, Preempted
-from engine.core.runner import UNKNOWN_TOKEN, OnLayerDone, StepInput, StepOutput, ignore_layer
+from engine.core.runner import (
+    UNKNOWN_TOKEN,
+    KVSpec,
+    LayerGroup,
+    OnLayerDone,
+    PageOrder,
+    StepInput,
+    StepOutput,
+    ignore_layer,
+)
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence
 from engine.core.serving import ServingEngine
@@ -38,7 +46,7 @@ from engine.core.step_fit import StepFit, StepSize
 from engine.model.kv_cache import KVCache
 from engine.testing import ArithmeticRunner, expected_tokens
 from kvstore.transfer.endpoint import KvEndpoint
-from kvstore.transfer.protocol.layout import layout_of
+from kvstore.transfer.protocol.plan import layout_of
 from kvstore.worker_context import WorkerContext
 from prefill_worker.service import PrefillService
 from tests.unit.engine.core.test_engine import (

@@ -17,7 +17,7 @@ from baton.config import Config, EngineConfig, ModelConfig, TransferConfig
 from baton.errors import DeviceLost, WorkerDraining
 from baton.rpc import RpcServer
 from baton.tasks import cancel_and_wait
-from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
+from engine.core.runner import KVSpec, LayerGroup, StateSpec
 from engine.core.sequence import Purpose
 from engine.testing import ArithmeticRunner
 from kvstore.index.memory import MemoryStore

@@ -27,10 +27,12 @@ from deploy.controller.kubernetes_side import Kubernetes
 from deploy.controller.orders import Orders
 from deploy.controller.reconcile import WorkerPhase
 from deploy.controller.state import ControllerState, RoleChange, load, locked, save
+from deploy.controller.worker_life import ManagedWorker
 from deploy.kubernetes.node_plan import NodeLayout, NodePod
 from deploy.kubernetes.serving_pool import PoolSpec
 from deploy.ray_pools import actors as ray_actors
 from deploy.ray_pools.actors import ActorLost, RayActors, Started
+from deploy.ray_pools.ray_import import ray
 from kvstore.index import CountingMirror, MemoryStore
 from kvstore.leases import MemoryLeases
 from tests.integration.cluster import free_port
@@ -71,6 +73,10 @@ class LocalActors(RayActors):
         self.has_node = True
         """Ray has the node of the orphans."""
         self.incarnation = "a1"
+        self.num_refused = 0
+        """Actors that Ray is yet to refuse to create for adoption."""
+        self.num_ended = 0
+        """Actors that were ended without their workers."""
 
     def lose(self, worker_id: str) -> None:
         """Ray has lost this worker's actor."""
@@ -90,6 +96,9 @@ class LocalActors(RayActors):
         return {worker_id: self.alive[worker_id].pool for worker_id in worker_ids}
 
     async def create(self, worker_id: str, role: Role, pool: Role, node_id: str = "") -> Actor:
+        if node_id and self.num_refused:
+            self.num_refused -= 1
+            raise ActorLost("Ray has not created the actor")
         if node_id and worker_id not in self.orphans:
             raise WorkerFailed("no such worker runs there")
         self.orphans.discard(worker_id)
@@ -126,11 +135,17 @@ class LocalActors(RayActors):
             raise ActorLost("its node has died")
 
     async def stop(self, actor: Actor, timeout_s: float) -> None:
+        if actor.lost.is_set():
+            raise ActorLost("its node has died")
         actor.dead.set()
 
     async def kill(self, actor: Actor) -> None:
         actor.dead.set()
         self.alive = {worker_id: other for worker_id, other in self.alive.items() if other is not actor}
+
+    async def end_only(self, actor: Actor) -> None:
+        self.num_ended += 1
+        self.lose(next(worker_id for worker_id, other in self.alive.items() if other is actor))
 
 
 class Leases(MemoryLeases):
@@ -512,16 +527,18 @@ async def test_a_worker_whose_actor_ray_has_lost_serves_on_and_is_adopted(
         await until(lambda: num_ready(it) == 2)
         it.actors.has_node = False
         it.actors.lose("worker-1")
+        await until(lambda: "worker-1 (decode) has lost its Ray actor" in caplog.text)
+        await it.orders.scale("decode", 3)
         await asyncio.sleep(0.3)
         assert it.actors.orphans == {"worker-1"}
-        assert num_ready(it) == 2
+        assert (num_ready(it), it.actors.num_created) == (2, 2), "a new worker would take its room"
         it.actors.has_node = True
         await until(lambda: "worker-1" in it.actors.alive)
-        await asyncio.sleep(0.1)
-        assert (num_ready(it), it.actors.num_created) == (2, 2)
+        await until(lambda: num_ready(it) == 3)
+        assert it.actors.num_created == 3
         it.actors.alive["worker-1"].dead.set()
-        await until(lambda: it.actors.num_created == 3 and num_ready(it) == 2)
-    assert "worker-1 (decode) has lost its Ray actor (its node has died)" in caplog.text
+        await until(lambda: it.actors.num_created == 4 and num_ready(it) == 3)
+    assert "worker-1 (decode) has lost its Ray actor, and serves on (its node has died)" in caplog.text
 
 
 async def test_a_worker_that_has_died_with_its_actor_is_started_again(
@@ -562,6 +579,36 @@ async def test_a_worker_that_loses_its_actor_while_it_starts_is_started_again(
         await until(lambda: num_ready(it) == 1)
 
 
+async def test_a_worker_that_serves_costs_nothing_if_ray_fails_again_during_its_adoption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray does not create the actor; or loses it before it answers, though it may have adopted the worker by then."""
+    monkeypatch.setattr(worker_life, "ADOPT_S", 0.02)
+    async with bench(tmp_path) as it, answering(it.actors):
+        await until(lambda: num_ready(it) == 1)
+        it.actors.num_refused = 2
+        it.actors.may_start = asyncio.Event()
+        it.actors.lose("worker-0")
+        await until(lambda: "worker-0" in it.actors.alive)
+        it.actors.alive["worker-0"].lost.set()
+        it.actors.may_start.set()
+        await until(lambda: it.actors.num_ended == 1)
+        await until(lambda: "worker-0" in it.actors.alive)
+        await asyncio.sleep(0.1)
+        assert (num_ready(it), it.actors.num_created) == (1, 1)
+
+
+async def test_ray_s_errors_about_actors_tell_whether_the_worker_may_serve() -> None:
+    """An actor for a node that has died meanwhile is lost, too."""
+
+    async def failing(error: Exception) -> None:
+        raise error
+
+    for error in (ray.exceptions.ActorDiedError(), ray.exceptions.ActorUnschedulableError("no such node")):
+        with pytest.raises(ActorLost):
+            await ray_actors._result(failing(error))
+
+
 async def test_a_worker_leaves_although_it_has_no_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is drained at once, and ended by its next actor."""
     monkeypatch.setattr(worker_life, "ADOPT_S", 0.02)
@@ -575,6 +622,43 @@ async def test_a_worker_leaves_although_it_has_no_actor(tmp_path: Path, monkeypa
         it.actors.has_node = True
         await until(lambda: it.controller.ids == ["worker-0"] and not it.actors.orphans)
         assert set(it.actors.alive) == {"worker-0"}
+
+
+async def test_a_worker_whose_actor_is_lost_while_it_drains_is_ended_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would stay on its node, and keep its GPU, until its time without an actor is over."""
+
+    async def drain(worker: ManagedWorker) -> None:
+        it.actors.lose(worker.id)
+
+    monkeypatch.setattr(worker_life, "ADOPT_S", 0.02)
+    async with bench(tmp_path, decode=2) as it, answering(it.actors):
+        await until(lambda: num_ready(it) == 2)
+        it.actors.has_node = False
+        monkeypatch.setattr(it.controller._lives, "_drain", drain)
+        await it.orders.scale("decode", 1)
+        await asyncio.sleep(0.3)
+        assert it.actors.orphans == {"worker-1"}
+        it.actors.has_node = True
+        await until(lambda: it.controller.ids == ["worker-0"] and not it.actors.orphans)
+        assert set(it.actors.alive) == {"worker-0"}
+
+
+async def test_a_cluster_ends_although_ray_does_not_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its workers end by themselves later."""
+    config = replace(CONFIG, cluster=replace(CONFIG.cluster, stop_timeout_s=0.2))
+    it = Bench(tmp_path, config, {Role.PREFILL: 0, Role.DECODE: 1}, is_first=True, lease_s=60.0)
+    async with answering(it.actors):
+        await it.controller.adopt()
+        running = asyncio.create_task(it.controller.run())
+        await until(lambda: num_ready(it) == 1)
+        it.actors.has_node = False
+        it.actors.lose("worker-0")
+        await asyncio.sleep(0.1)
+        await cancel_and_wait([running])
+        await asyncio.wait_for(it.controller.end_workers(), 5.0)
+    assert "worker-0 (decode) may still run" in caplog.text
 
 
 @pytest.mark.parametrize("has_state", [True, False])

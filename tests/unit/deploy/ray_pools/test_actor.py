@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from baton.cluster import Role
 from baton.config import ClusterConfig, Config, IndexConfig, TelemetryConfig, TestingConfig, process_config
 from baton.errors import ConfigError, WorkerFailed
+from baton.own_folder import LOCK
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from deploy.processes import module_command
 from deploy.ray_pools import actor, turns
@@ -117,9 +119,16 @@ async def test_a_worker_knows_its_node_process(tmp_path: Path, monkeypatch: pyte
     )
 
 
-async def test_without_a_node_process_an_actor_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_long", [False, True], ids=["a short path", "a path too long for a socket"])
+async def test_without_a_node_process_an_actor_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_long: bool
+) -> None:
     """It ends with the actor, and nothing can adopt its worker later."""
     monkeypatch.delenv(SOCKET, raising=False)
+    if is_long:
+        temporary = tmp_path / ("x" * 100)
+        temporary.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     report = {"pid": 1, "address": "127.0.0.1:1", "incarnation": "a1"}
     code = f"import os, sys, time; os.write(int(sys.argv[-1]), b'{json.dumps(report)}\\n'); time.sleep(600)"
     found = module_command
@@ -134,6 +143,11 @@ async def test_without_a_node_process_an_actor_has_its_own(tmp_path: Path, monke
         assert await worker.start() == report | {"pod": ""}
         assert worker._own is not None
         (process,) = psutil.Process(worker._own.pid).children()
+        arguments = worker._own.args
+        assert isinstance(arguments, list)
+        folder = Path(arguments[arguments.index("--folder") + 1])
+        assert len(str(folder / "socket")) < 108
+        assert (folder.parent / LOCK).exists(), "nobody would remove it after a kill"
         await asyncio.wait_for(worker.kill(), 20)
         assert not process.is_running()
         with pytest.raises(WorkerFailed, match="worker-0 was killed by SIGKILL"):
@@ -142,6 +156,7 @@ async def test_without_a_node_process_an_actor_has_its_own(tmp_path: Path, monke
             await again.start()
     finally:
         await let_go(worker, again)
+        worker._stack.close()
 
 
 @pytest.fixture

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -141,6 +145,85 @@ async def test_a_worker_that_is_leaving_is_not_adopted(tmp_path: Path) -> None:
                 await second.adopt(())
 
 
+def test_a_node_removes_no_folder_but_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "home"
+    (folder / "photos").mkdir(parents=True)
+    command = [sys.executable, "-P", "-m", "deploy.ray_pools.node", "--folder", str(folder), "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "home is no folder of a node process: it has photos" in done.stderr
+    (folder / "photos").rmdir()
+    for name in ("workers", "socket"):
+        (folder / name).touch()
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the file")
+async def test_for_want_of_memory_the_kernel_kills_a_worker_first(tmp_path: Path) -> None:
+    """Not the node process, with which all workers end."""
+    shows = SERVES.replace("report =", "print(os.getpid(), flush=True)\nreport =")
+    with node(tmp_path, "text") as here:
+        async with actor(here, "decode-0") as link:
+            await link.start(order(shows), "")
+            await until(lambda: bool(written(here.socket, "decode-0")), PATIENT_S)
+            pid = int(written(here.socket, "decode-0")[0])
+            assert oom_score(pid) == 1000
+            assert oom_score(here.process.pid) == oom_score(os.getpid())
+
+
+def oom_score(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+async def test_a_node_that_cannot_write_its_files_goes_on(tmp_path: Path) -> None:
+    """As on a full disk. It stays alive for the kubelet, which would end its workers, and takes orders."""
+    with node(tmp_path) as here:
+        shown = here.folder / "workers"
+        shown.unlink()
+        (shown / "it-is-no-file").mkdir(parents=True)
+        async with actor(here, "decode-0") as link:
+            await link.start(order(), "")
+            link.say("ready")
+            now_s = time.time()
+            await until(lambda: (here.folder / "alive").stat().st_mtime > now_s + 1.0, PATIENT_S)
+            link.send_signal(signal.SIGTERM)
+            assert (await link.ended()).status == 0
+        (shown / "it-is-no-file").rmdir()
+        shown.rmdir()
+        await until(lambda: shown.exists() and here.shows("no worker is here", "started"), PATIENT_S)
+
+
+async def test_a_worker_that_loses_its_actor_before_it_is_ready_is_killed(tmp_path: Path) -> None:
+    """Its controller starts it again, maybe elsewhere: the one of both that is ready last would fence the other."""
+    loads = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
+    with node(tmp_path, "text") as here:
+        async with actor(here, "decode-0") as link:
+            starting = asyncio.create_task(link.start(order(loads), ""))
+            await until(lambda: bool(written(here.socket, "decode-0")), PATIENT_S)
+            starting.cancel()
+        pid = int(written(here.socket, "decode-0")[0])
+        await until(lambda: not is_alive(pid), PATIENT_S)
+        assert "decode-0 has lost its Ray actor before it was ready: it is killed" in here.end()
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+async def test_a_worker_that_hangs_does_not_stay_without_an_actor(tmp_path: Path, is_told: bool) -> None:
+    """Whether its actor is lost before it has got SIGTERM, or after."""
+    hangs = SERVES.replace("sys.exit(0)", "print(os.getpid(), flush=True)")
+    with node(tmp_path, "text") as here:
+        async with actor(here, "decode-0") as link:
+            await link.start(order(hangs, orphan_s=60.0 if is_told else 0.2, end_s=0.2), "")
+            if is_told:
+                link.send_signal(signal.SIGTERM)
+                await until(lambda: bool(written(here.socket, "decode-0")), PATIENT_S)
+        pids = await until(
+            lambda: [int(line) for line in written(here.socket, "decode-0") if line.isdigit()], PATIENT_S
+        )
+        pid = pids[0]
+        await until(lambda: not is_alive(pid), PATIENT_S)
+        assert "decode-0 has not ended 0.2 s after SIGTERM: it is killed" in here.end()
+
+
 async def test_a_start_replaces_a_process_that_was_given_up(tmp_path: Path) -> None:
     """The controller has decided that the former process is dead, though nothing could signal that process."""
     pids = []
@@ -183,8 +266,9 @@ async def test_gpus_of_workers_that_ray_has_forgotten_are_not_given_away(tmp_pat
             await zero.ended()
         async with actor(here, "decode-0") as zero:
             await zero.start(order(shows, gpus=["1"], share=1.0), "")
-            wait_until(lambda: written(here.socket, "decode-0") == ["0", "0"])
-            assert written(here.socket, "decode-1") == ["1"]
+            wait_until(lambda: [line for line in written(here.socket, "decode-0") if line.isdigit()] == ["0", "0"])
+            assert written(here.socket, "decode-1")[0] == "1"
+            assert "decode-1 has lost its Ray actor" in written(here.socket, "decode-1")[1]
 
 
 async def test_ray_is_started_again_while_workers_run(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ async def test_a_folder_with_other_weights_is_refused_once_and_for_all(adapters:
 async def test_a_folder_that_this_worker_cannot_read_may_be_read_by_another(
     adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.core.adapter_loader.FAILED_S", 0.0)
+    monkeypatch.setattr("engine.core.adapters.FAILED_S", 0.0)
     (Path(adapters[0].path) / WEIGHTS_FILE).rename(Path(adapters[0].path) / "elsewhere")
     async with running(max_adapters=1) as (loop, _):
         tasks = [asyncio.create_task(answer(loop, spec_of(each, each.name))) for each in (adapters[0], *adapters[:2])]
@@ -356,7 +356,7 @@ async def test_while_a_load_hangs_only_loaded_adapters_are_served(
 ) -> None:
     async with running() as (loop, gate):
         await answer(loop, spec_of(adapters[0]))
-        monkeypatch.setattr("engine.core.adapter_loader.LOAD_S", 0.1)
+        monkeypatch.setattr("engine.core.adapters.LOAD_S", 0.1)
         gate.is_open.clear()
         tasks = [asyncio.create_task(answer(loop, spec_of(each))) for each in adapters[1:3]]
         for task in tasks:

@@ -13,8 +13,8 @@ from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
 from baton.structure import StructuredOutputs
 from engine.core.draft_model import DraftModel
-from engine.core.draft_price import PRIOR, DraftPrice
 from engine.core.draft_runner import DraftedRunner
+from engine.core.drafting import PRIOR, DraftPrice
 from engine.core.engine import Engine
 from engine.core.ngrams import NO_GUESS, Guess
 from engine.core.runner import UNKNOWN_TOKEN, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.core.draft_price import PRIOR, DraftPrice
+from engine.core.drafting import PRIOR, DraftPrice
 from engine.core.step_fit import StepSize
 from tests.support.builders import step_costs
 

@@ -14,7 +14,7 @@ from baton.messages import SequenceSpec
 from baton.sampling import FinishReason, SamplingParams
 from baton.structure import StructuredOutputs
 from engine.core import ngrams
-from engine.core.draft_price import DraftPrice
+from engine.core.drafting import DraftPrice
 from engine.core.engine import Engine
 from engine.core.ngrams import NO_GUESS, Guess, NgramIndex
 from engine.core.outputs import Generated, Preempted, Refused

@@ -23,9 +23,8 @@ from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
 from engine.core.block_pool import Removed, Stored
 from engine.core.engine import Engine
-from engine.core.kv_spec import EMPTY_PLACE
 from engine.core.outputs import Admitted, Generated, Output, Pin, Preempted, Reserved
-from engine.core.runner import StepInput, StepOutput
+from engine.core.runner import EMPTY_PLACE, StepInput, StepOutput
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence, Status
 from engine.core.step_fit import StepSize

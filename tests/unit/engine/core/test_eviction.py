@@ -8,8 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.core.block_pool import BlockPool
-from engine.core.eviction import MAX_MARGIN, NEARLY, STEP, EvictionOrder
+from engine.core.block_pool import MAX_MARGIN, NEARLY, STEP, BlockPool, EvictionOrder
 from tests.bench.caching_workers import remember
 
 NUM_BLOCKS = 8
@@ -153,7 +152,7 @@ def hits(num_blocks: int, prompts: Iterable[list[bytes]]) -> int:
 
 def least_recently_used(monkeypatch: pytest.MonkeyPatch, num_blocks: int, prompts: list[list[bytes]]) -> int:
     with monkeypatch.context() as patch:
-        patch.setattr("engine.core.eviction.STEP", 0.0)
+        patch.setattr("engine.core.block_pool.STEP", 0.0)
         return hits(num_blocks, prompts)
 
 

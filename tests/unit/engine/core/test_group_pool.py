@@ -7,7 +7,7 @@ from dataclasses import replace
 from baton.blocks import block_keys
 from engine.core.block_pool import Removed, Stored
 from engine.core.group_pool import GroupPool
-from engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup, StateSpec
+from engine.core.runner import EMPTY_PLACE, KVSpec, LayerGroup, StateSpec
 from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.core.sequence import Purpose, Sequence
 from tests.unit.engine.core.test_engine import make_spec, numbers

@@ -19,9 +19,8 @@ from baton.messages import SequenceSpec
 from engine.core.engine import Engine
 from engine.core.loop import EngineLoop, SequenceHandle
 from engine.core.outputs import Generated, KvProgress, Output, Preempted, Reserved
-from engine.core.plan import Schedule
 from engine.core.runner import UNKNOWN_TOKEN, ComputedStep, OnLayerDone, StepInput, StepOutput, ignore_layer
-from engine.core.scheduler import SchedulerLimits
+from engine.core.scheduler import Schedule, SchedulerLimits
 from engine.core.sequence import Purpose
 from engine.testing import ArithmeticRunner, expected_tokens
 from tests.support.builders import step_costs

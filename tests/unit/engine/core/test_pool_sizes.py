@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from engine.core.pool_sizes import PoolNeeds, in_words, pool_bytes, sizes_within, table_sizes
+from engine.core.runner import KVSpec, LayerGroup, StateSpec
 
 FULL = LayerGroup(
     name="full", layers=tuple(range(10)), block_size=16, num_kv_heads=16, k_dim=128, v_dim=128, dtype="bfloat16"

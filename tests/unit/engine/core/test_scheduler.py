@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 
 from baton.costs import ITL_TARGET, StepCosts
 from engine.core.group_pool import GroupPool
-from engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, StateSpec
-from engine.core.plan import Schedule
-from engine.core.runner import StepInput
-from engine.core.scheduler import Scheduler, SchedulerLimits
+from engine.core.runner import BlockTables, KVSpec, LayerGroup, StateSpec, StepInput
+from engine.core.scheduler import LEAST_STEP, Schedule, Scheduler, SchedulerLimits, urgency
 from engine.core.sequence import Purpose, Sequence, Status
 from engine.core.step_fit import StepSize
-from engine.core.urgency import LEAST_STEP, urgency
 from tests.support.builders import step_costs
 from tests.unit.engine.core.test_engine import make_spec, num_blocks
 

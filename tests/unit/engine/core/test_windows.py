@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.core.engine import Engine
-from engine.core.kv_spec import EMPTY_PLACE
 from engine.core.outputs import Reserved
+from engine.core.runner import EMPTY_PLACE
 from engine.core.sequence import Purpose, Sequence
 from engine.testing import expected_tokens
 from tests.unit.engine.core.test_engine import (

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from baton.sampling import SamplingParams
-from engine.core.kv_spec import KVSpec, LayerGroup
-from engine.core.runner import StepPart, ignore_layer
+from engine.core.runner import KVSpec, LayerGroup, StepPart, ignore_layer
 from engine.model import attention
 from engine.model.attention import begun_blocks, paged_attention, set_step, step_context
 from engine.model.kv_cache import KVCache

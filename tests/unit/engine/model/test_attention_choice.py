@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from baton.errors import ModelLoadError
-from engine.core.kv_spec import KVSpec, LayerGroup
-from engine.core.runner import OnLayerDone, StepPart
+from engine.core.runner import KVSpec, LayerGroup, OnLayerDone, StepPart
 from engine.model import attention_choice
 from engine.model.attention_choice import (
     AttentionWish,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from engine.core.kv_spec import FP8
+from engine.core.runner import FP8
 from engine.model.batch_invariance import RowByRow, refuse_unkept
 from tests.support import invariant
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from baton.errors import ModelLoadError
-from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
-from engine.core.runner import BlockCopy
+from engine.core.runner import BlockCopy, KVSpec, LayerGroup, StateSpec
 from engine.model.kv_cache import KVCache, rounded
 
 FULL = LayerGroup(name="full", layers=(0, 2), block_size=16, num_kv_heads=2, k_dim=4, v_dim=4, dtype="float32")

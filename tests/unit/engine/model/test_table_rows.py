@@ -13,8 +13,17 @@ from baton.blocks import num_blocks_for
 from baton.sampling import SamplingParams
 from engine import uploads
 from engine.core.engine import Engine
-from engine.core.kv_spec import EMPTY_PLACE, BlockTables, KVSpec, LayerGroup
-from engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
+from engine.core.runner import (
+    EMPTY_PLACE,
+    BlockTables,
+    KVSpec,
+    LayerGroup,
+    OnLayerDone,
+    StepInput,
+    StepOutput,
+    StepPart,
+    ignore_layer,
+)
 from engine.core.scheduler import SchedulerLimits
 from engine.model.table_rows import TableRoom, TableRows
 from engine.testing import ArithmeticRunner

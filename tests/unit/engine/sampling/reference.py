@@ -23,8 +23,7 @@ from transformers import (
 )
 
 from baton.sampling import SamplingParams
-from engine.sampling.random import XTC, uniform
-from engine.sampling.row import Row
+from engine.sampling.steps import XTC, Row, uniform
 
 MAX_DRY_LENGTH = 50
 

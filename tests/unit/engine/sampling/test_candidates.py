@@ -9,7 +9,7 @@ import torch
 
 from baton.sampling import SamplingParams
 from engine.sampling.pipeline import Sampler
-from engine.sampling.row import Row
+from engine.sampling.steps import Row
 
 VOCAB_SIZE = 40
 EOS_IDS = frozenset({3})

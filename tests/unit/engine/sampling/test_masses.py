@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling.masses import BLOCK, PrefixSums, first_beyond
+from engine.sampling.weights import BLOCK, PrefixSums, first_beyond
 
 SIZES = [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7]
 

@@ -12,10 +12,9 @@ import torch
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from engine import testing
-from engine.sampling.masses import first_beyond
 from engine.sampling.pipeline import Sampler
-from engine.sampling.random import uniform
-from engine.sampling.row import Row
+from engine.sampling.steps import Row, uniform
+from engine.sampling.weights import first_beyond
 from engine.testing import sampled_of
 from tests.unit.engine.core.test_engine import make_spec
 

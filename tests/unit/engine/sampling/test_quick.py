@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.sampling import SamplingParams
-from engine.sampling import quick
-from engine.sampling.pipeline import Sampler
-from engine.sampling.quick import QuickDraws, best
-from engine.sampling.row import Row
+from engine.sampling.pipeline import QuickDraws, Sampler, best, token_of
+from engine.sampling.steps import Row
 
 SIZES = [1, 2, 63, 64, 65, 640, 5000]
 PARAMS = st.builds(
@@ -122,14 +120,14 @@ def test_the_definition_is_hardly_ever_asked(params: dict[str, Any]) -> None:
 def test_an_edge_is_left_to_the_definition() -> None:
     """Two tokens of half the mass each: the nucleus of a half, and the number a half, are between them."""
     weights = torch.tensor([0.5, 0.5, 0.0, 0.0]).numpy()
-    assert quick.token_of(weights, SamplingParams(), 0.5) is None
-    assert quick.token_of(weights, SamplingParams(), 0.5 - 1e-12) is None
-    assert quick.token_of(weights, SamplingParams(), 0.4999) == 0
-    assert quick.token_of(weights, SamplingParams(top_p=0.9), 0.5) is None
+    assert token_of(weights, SamplingParams(), 0.5) is None
+    assert token_of(weights, SamplingParams(), 0.5 - 1e-12) is None
+    assert token_of(weights, SamplingParams(), 0.4999) == 0
+    assert token_of(weights, SamplingParams(top_p=0.9), 0.5) is None
     weights = torch.tensor([0.5, 0.25, 0.25]).numpy()
-    assert quick.token_of(weights, SamplingParams(top_p=0.5), 0.1) is None, "the others go, or stay"
-    assert quick.token_of(weights, SamplingParams(top_p=0.499), 0.9) == 0
-    assert quick.token_of(weights, SamplingParams(top_p=0.501), 0.9) == 2
+    assert token_of(weights, SamplingParams(top_p=0.5), 0.1) is None, "the others go, or stay"
+    assert token_of(weights, SamplingParams(top_p=0.499), 0.9) == 0
+    assert token_of(weights, SamplingParams(top_p=0.501), 0.9) == 2
 
 
 def test_weights_that_are_no_numbers_are_left_to_the_definition() -> None:
@@ -140,7 +138,7 @@ def test_weights_that_are_no_numbers_are_left_to_the_definition() -> None:
         SamplingParams(top_k=3),
         SamplingParams(min_p=0.1),
     ):
-        assert quick.token_of(weights, params, 0.3) is None
+        assert token_of(weights, params, 0.3) is None
 
 
 @given(st.data())

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling.random import uniform
+from engine.sampling.steps import uniform
 
 
 @given(seed=st.integers(-(2**63), 2**64 - 1), choice=st.integers(0, 15), position=st.integers(0, 10**6))

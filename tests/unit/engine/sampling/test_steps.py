@@ -14,12 +14,9 @@ from hypothesis import strategies as st
 
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES
-from engine.sampling import dry
-from engine.sampling.history import MAX_KEPT, Histories, History
 from engine.sampling.pipeline import Sampler
-from engine.sampling.random import DRAW, XTC, uniform
-from engine.sampling.row import Row
 from engine.sampling.scores import BLOCK, scores_of
+from engine.sampling.steps import DRAW, MAX_KEPT, XTC, Histories, History, Row, repetitions, uniform
 from tests.unit.engine.sampling import reference
 
 VOCAB_SIZE = 24
@@ -185,7 +182,7 @@ def test_repetitions_are_those_of_the_authors_code() -> None:
         history = History()
         for end in sorted({*draw.choices(range(1, len(tokens) + 1), k=4), len(tokens)}):  # as it grows
             history.take(Row(params, 0, end, 0, tuple(tokens[:end])))
-            ids, lengths = dry.repetitions(history, params)
+            ids, lengths = repetitions(history, params)
             penalties = torch.zeros(5, dtype=torch.float64)
             penalties[torch.from_numpy(ids)] = -torch.from_numpy(2.0 ** (lengths - allowed))
             expected = reference.without_repetition(torch.zeros(5, dtype=torch.float64), tokens[:end], params)

@@ -20,7 +20,7 @@ from baton.scores import Sampled
 from baton.structure import MAX_WHITESPACE, StructuredOutputs
 from engine.core.runner import StepInput, StepOutput, StepPart
 from engine.sampling.pipeline import Sampler
-from engine.sampling.row import Row
+from engine.sampling.steps import Row
 from engine.sampling.structure import Structures
 from router.prompt import Tokenizer
 from tests.unit.engine.sampling.structures import GRAMMARS, REGEXES, SCHEMAS, UNKNOWN

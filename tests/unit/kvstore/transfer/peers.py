@@ -29,9 +29,9 @@ from baton.tls import Tls
 from baton.trust import KeyFile
 from baton.v1 import kv_pb2_grpc
 from engine.core.engine import Engine
-from engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, StateSpec
 from engine.core.loop import EngineLoop, SequenceHandle
 from engine.core.outputs import Generated, OnEngineEvent
+from engine.core.runner import BlockTables, KVSpec, LayerGroup, StateSpec
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
 from engine.model.kv_cache import KVCache
@@ -39,7 +39,7 @@ from engine.testing import ArithmeticRunner
 from kvstore.transfer.copy.blocks import choose_copies
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker
-from kvstore.transfer.protocol.layout import heads_of
+from kvstore.transfer.protocol.plan import heads_of
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender, OutgoingTransfer
 from kvstore.worker_context import WorkerContext

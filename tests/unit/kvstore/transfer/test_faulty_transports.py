@@ -23,7 +23,7 @@ import torch
 from baton.config import Faults, TransferConfig
 from baton.errors import BatonError, TransferCancelled, TransferCorrupted
 from baton.messages import Ticket
-from engine.core.kv_spec import KVSpec, LayerGroup
+from engine.core.runner import KVSpec, LayerGroup
 from engine.model.kv_cache import KVCache
 from kvstore.transfer.connection.reservations import Arrival
 from kvstore.transfer.device import GpuDevice

@@ -31,8 +31,7 @@ from baton.errors import (
 )
 from baton.messages import FirstToken, NewTokens, PrefillRequest, Ticket, Transferred
 from decode_worker.service import DecodeService
-from engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup
-from engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, ignore_layer
+from engine.core.runner import EMPTY_PLACE, Fence, KVSpec, LayerGroup, OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.sequence import Purpose
 from engine.model.kv_cache import KVCache
 from engine.testing import ArithmeticRunner, expected_tokens
@@ -40,8 +39,7 @@ from kvstore.transfer.connection.outgoing import TransferPart
 from kvstore.transfer.connection.reservations import Arrival, Expected
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.chunk_header import VOID, Header, unpack
-from kvstore.transfer.protocol.layout import layout_of, rank_spec
-from kvstore.transfer.protocol.plan import Chunk
+from kvstore.transfer.protocol.plan import Chunk, layout_of, rank_spec
 from kvstore.transfer.sender import KvSender, OutgoingTransfer
 from prefill_worker.service import PrefillService
 from tests.support.objects import only_new_objects_are_collected

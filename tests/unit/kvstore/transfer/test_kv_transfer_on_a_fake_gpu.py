@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import BatonError
 from engine.model.kv_cache import KVCache
-from kvstore.transfer.connection.pauses import LONGEST_PAUSE_S
+from kvstore.transfer.connection.pool import LONGEST_PAUSE_S
 from tests.fakes.gpu import FakeGpu, fake_gpus
 from tests.fakes.nccl import Knobs
 from tests.support.waiting import until
@@ -58,7 +58,7 @@ async def test_kv_goes_over_tcp_while_nccl_opens_and_over_nccl_from_then_on(knob
 async def test_a_pair_that_cannot_be_opened_costs_no_transfer_and_is_tried_again(
     knobs: Knobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.transfer.connection.pauses.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("kvstore.transfer.connection.pool.FIRST_PAUSE_S", 0.05)
     config = dataclasses.replace(LINKS, op_timeout_s=6.0)  # on a busy machine a peer may be silent for two
     knobs.never_opens = True
     with fake_gpus(2) as (here, there):

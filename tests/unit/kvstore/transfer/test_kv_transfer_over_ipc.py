@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import TransferError
 from engine.model.kv_cache import KVCache
-from kvstore.transfer.protocol.layout import layout_of, rank_spec
+from kvstore.transfer.protocol.plan import layout_of, rank_spec
 from tests.fakes.gpu import FakeGpu, fake_gpus
 from tests.fakes.nccl import Knobs, fake_nccl
 from tests.support.waiting import until
@@ -115,7 +115,7 @@ async def test_several_ranks_use_it_too(knobs: Knobs) -> None:
 async def test_a_gpu_that_cannot_be_read_after_all_costs_no_transfer_and_is_tried_again(
     knobs: Knobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.transfer.connection.pauses.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("kvstore.transfer.connection.pool.FIRST_PAUSE_S", 0.05)
     config = dataclasses.replace(LINKS, transports=("ipc", "tcp"))
     with fake_gpus(2) as (here, there):
         there.is_deaf = True

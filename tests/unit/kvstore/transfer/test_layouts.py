@@ -20,8 +20,7 @@ from engine.core.sequence import Sequence as EngineSequence
 from engine.model.kv_cache import KVCache
 from engine.model.transformers_runner import TransformersRunner
 from kvstore.transfer.copy.blocks import BlockCopier
-from kvstore.transfer.protocol.layout import layout_of, rank_spec, source_ranks
-from kvstore.transfer.protocol.plan import WireOptions, plan
+from kvstore.transfer.protocol.plan import WireOptions, layout_of, plan, rank_spec, source_ranks
 from router.prompt import Tokenizer
 from tests.support.builders import sequence_spec
 

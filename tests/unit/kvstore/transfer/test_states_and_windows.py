@@ -16,12 +16,12 @@ from baton.blocks import block_keys
 from baton.errors import TransferCorrupted, TransferError, TransferRefused
 from baton.messages import FirstToken, NewTokens, PrefillRequest, Ticket, Transferred
 from decode_worker.service import DecodeService
-from engine.core.kv_spec import EMPTY_PLACE, KVSpec
+from engine.core.runner import EMPTY_PLACE, KVSpec
 from engine.core.sequence import Purpose
 from engine.model.kv_cache import KVCache
 from engine.testing import ArithmeticRunner, expected_tokens
 from kvstore.transfer.connection.reservations import Arrival, Expected
-from kvstore.transfer.protocol.layout import layout_of, rank_spec
+from kvstore.transfer.protocol.plan import layout_of, rank_spec
 from prefill_worker.service import PrefillService
 from tests.unit.kvstore.transfer.peers import (
     NUM_BLOCKS,

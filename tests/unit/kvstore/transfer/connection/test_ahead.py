@@ -88,7 +88,7 @@ async def test_no_more_than_the_limit_are_opened_and_none_is_closed_for_them(kno
 async def test_a_pair_that_hangs_holds_up_no_transfer_and_is_tried_again(
     knobs: Knobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.transfer.connection.pauses.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("kvstore.transfer.connection.pool.FIRST_PAUSE_S", 0.05)
     knobs.never_opens = True
     async with workers(1) as (prefill, (decode,)):
         peers = [peer_of(decode)]

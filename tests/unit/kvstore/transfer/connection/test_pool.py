@@ -17,7 +17,7 @@ from baton.messages import Grant, Offer, Ping, SessionFailed, Welcome
 from baton.v1 import kv_pb2_grpc
 from engine.testing import ArithmeticRunner
 from kvstore.transfer.connection.control_stream import open_channel
-from kvstore.transfer.connection.pauses import LONGEST_PAUSE_S
+from kvstore.transfer.connection.pool import LONGEST_PAUSE_S
 from kvstore.transfer.protocol.plan import WireOptions, plan
 from kvstore.transfer.stats import TransferStats
 from kvstore.transfer.transport.base import TransportEnd
@@ -126,7 +126,7 @@ async def test_a_transport_that_could_not_be_opened_is_tried_again_after_longer_
         return open_receiver(kind, end)
 
     monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm_three_times)
-    monkeypatch.setattr("kvstore.transfer.connection.pauses.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("kvstore.transfer.connection.pool.FIRST_PAUSE_S", 0.05)
     async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
         assert await kv_transfer(prefill, decode, "first") == ""
         assert good_kinds(prefill) == ["tcp"]
@@ -154,7 +154,7 @@ async def test_a_transport_that_could_not_be_opened_is_left_alone_until_its_paus
         return open_receiver(kind, end)
 
     monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm)
-    monkeypatch.setattr("kvstore.transfer.connection.pauses.FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr("kvstore.transfer.connection.pool.FIRST_PAUSE_S", 60.0)
     async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
         for name in ("first", "second", "third"):
             assert await kv_transfer(prefill, decode, name) == ""

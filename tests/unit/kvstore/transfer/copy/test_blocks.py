@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from baton.errors import TransferError
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
-from engine.core.kv_spec import EMPTY_PLACE, BlockTables
+from engine.core.runner import EMPTY_PLACE, BlockTables
 from engine.model.kv_cache import KVCache, rounded, torch_dtype
 from kvstore.transfer.copy.blocks import BlockCopier, choose_copies
 from kvstore.transfer.copy.checksum import Xxh3
-from kvstore.transfer.protocol.layout import heads_of, rank_spec, source_ranks
-from kvstore.transfer.protocol.plan import Chunk, TransferPlan, WireOptions, plan
+from kvstore.transfer.protocol.plan import Chunk, TransferPlan, WireOptions, heads_of, plan, rank_spec, source_ranks
 
 torch.set_num_threads(1)
 

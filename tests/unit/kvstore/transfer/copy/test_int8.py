@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from baton.kv_layout import GroupLayout, KvLayout
-from kvstore.transfer.copy import int8
+from kvstore.transfer.copy.blocks import dequantized, quantized
 from kvstore.transfer.protocol.plan import WireOptions, plan
 
 LAYOUT = KvLayout(16, 1, (GroupLayout(name="all", layers=(0,), num_kv_heads=1, k_dim=4, v_dim=0, dtype="float32"),))
@@ -18,7 +18,7 @@ def test_a_page_of_subnormal_values_does_not_wrap_around() -> None:
     (chunk,) = planned.chunks
     for largest in (1, 100, 190, 300):
         values = torch.full((64,), largest * SMALLEST)
-        payload = int8.quantized(planned, chunk, values.clone())
-        got = int8.dequantized(planned, chunk, payload)
+        payload = quantized(planned, chunk, values.clone())
+        got = dequantized(planned, chunk, payload)
         assert bool(got.isfinite().all())
         assert float((got - values).abs().max()) <= largest * SMALLEST

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, PageOrder
+from engine.core.runner import BlockTables, KVSpec, LayerGroup, PageOrder
 from kvstore.transfer.copy.blocks import BlockCopier
-from kvstore.transfer.protocol.layout import layout_of, mismatch, source_ranks
-from kvstore.transfer.protocol.plan import WireOptions, plan
+from kvstore.transfer.protocol.plan import WireOptions, layout_of, mismatch, plan, source_ranks
 from tests.unit.engine.grouped import PlainCache
 
 NUM_TOKENS = 150

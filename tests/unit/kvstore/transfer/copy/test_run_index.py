@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.kv_spec import LayerGroup
-from kvstore.transfer.copy.run_index import GpuIndex, runs_of
+from engine.core.runner import LayerGroup
+from kvstore.transfer.copy.blocks import GpuIndex, runs_of
 from tests.fakes.gpu import FakeGpu
 
 GROUP = LayerGroup(name="all", layers=(0,), block_size=32, num_kv_heads=2, k_dim=4, v_dim=4, dtype="float32")

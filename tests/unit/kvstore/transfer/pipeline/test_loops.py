@@ -28,9 +28,8 @@ from kvstore.transfer.pipeline.thread import TransportThread
 from kvstore.transfer.protocol import receive_state as receiving
 from kvstore.transfer.protocol import send_state as sending
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES, Header
-from kvstore.transfer.protocol.layout import rank_spec
 from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferFailed
-from kvstore.transfer.protocol.plan import Chunk, WireOptions, plan
+from kvstore.transfer.protocol.plan import Chunk, WireOptions, plan, rank_spec
 from kvstore.transfer.protocol.receive_state import ReceiveInstruction, ReceiveState
 from kvstore.transfer.protocol.send_state import SendState
 from kvstore.transfer.testing import FaultyTransport, rows_of
@@ -43,7 +42,7 @@ from tests.unit.kvstore.transfer.transport.ends import transport_end
 
 if TYPE_CHECKING:
     from engine.core.runner import Fence
-    from kvstore.transfer.copy.moves import Move
+    from kvstore.transfer.copy.blocks import Move
 
 torch.set_num_threads(1)
 

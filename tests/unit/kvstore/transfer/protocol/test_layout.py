@@ -10,8 +10,8 @@ from baton import wire
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
 from baton.messages import Ticket
 from baton.v1 import worker_pb2
-from engine.core.kv_spec import KVSpec, LayerGroup, PageOrder, StateSpec
-from kvstore.transfer.protocol.layout import (
+from engine.core.runner import KVSpec, LayerGroup, PageOrder, StateSpec
+from kvstore.transfer.protocol.plan import (
     begins_of,
     destination_ranks,
     heads_of,

@@ -10,22 +10,20 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
-from kvstore.transfer.protocol.layout import (
-    WIRE_DTYPES,
-    block_size_of,
-    destination_ranks,
-    heads_of,
-    mismatch,
-    source_ranks,
-)
 from kvstore.transfer.protocol.plan import (
     EVERY_LAYER,
+    WIRE_DTYPES,
     Chunk,
     TransferPlan,
     WireOptions,
+    block_size_of,
+    destination_ranks,
+    heads_of,
     least_chunk_bytes,
+    mismatch,
     plan,
     require_fitting_slots,
+    source_ranks,
 )
 
 SLOT = 16384
