@@ -106,7 +106,8 @@ class _Run:
         self.decode: WorkerStream[Decoding] | None = None
         self.prefill: WorkerStream[FirstToken | Transferred] | None = None
         self.moving: asyncio.Task[Assignment | None] | None = None
-        self.accounting = contextlib.ExitStack()
+        self.accounting: contextlib.ExitStack | None = None
+        """The attempt counts on its workers; None: nothing is held."""
         self.is_begun = False
         """The prompt is computed."""
         self.first_token_by_s = math.inf
@@ -114,11 +115,6 @@ class _Run:
         self.waits_for_room: asyncio.TimerHandle | None = None
         """The decode worker has not answered yet."""
         self.is_preempted = False
-
-    @property
-    def has_attempt(self) -> bool:
-        """True if the choice has been placed before."""
-        return self._attempt is not None
 
     def take_up(self, attempt: Attempt) -> None:
         """Begin an attempt, which owns the old call of a migration from now on."""
@@ -248,8 +244,8 @@ class ChoiceDriver:
         )
         try:
             while True:
-                step = machine.on(event)
-                for instruction in step.instructions:
+                instructions, then = machine.on(event)
+                for instruction in instructions:
                     if isinstance(instruction, Emit):
                         tokens = instruction.tokens
                         choice.emitted += tokens.token_ids
@@ -264,9 +260,12 @@ class ChoiceDriver:
                         await self._leave_calls(run)
                     else:
                         self._do(instruction, run)
-                match step.then:
+                if then is AWAIT_DECODE and run.is_begun:
+                    event = await run.next_tokens()  # nearly every event
+                    continue
+                match then:
                     case Await():
-                        event = await self._next(run, step.then)
+                        event = await self._next(run, then)
                     case FindPlace(is_move):
                         event = await self._place(run, run.moves_to if is_move else None)
                     case GiveUp(error):
@@ -283,8 +282,6 @@ class ChoiceDriver:
 
     async def _next(self, run: _Run, wanted: Await) -> Event:
         """Return the next event, of the first source that has one."""
-        if wanted is AWAIT_DECODE and run.is_begun:
-            return await run.next_tokens()
         time_up_s = math.inf if wanted.timeout_s is None else time.monotonic() + wanted.timeout_s
         while True:
             run.wake_by(wanted.sources)
@@ -354,6 +351,7 @@ class ChoiceDriver:
     def _open_decode(self, run: _Run, await_kv: bool) -> None:
         attempt, choice = run.attempt, run.choice
         assignment, entry, job = attempt.assignment, attempt.entry, attempt.job
+        run.accounting = contextlib.ExitStack()
         run.accounting.enter_context(self._pools.decoding(assignment.decode, job))
         run.accounting.enter_context(self._pools.computing(assignment.prefill or assignment.decode, job))
         if await_kv:
@@ -396,6 +394,8 @@ class ChoiceDriver:
 
     async def _leave_calls(self, run: _Run) -> None:
         """Cancel what an attempt holds; idempotent."""
+        if run.accounting is None:
+            return
         try:
             if run.moving is not None:
                 await cancel_and_wait([run.moving])
@@ -406,10 +406,9 @@ class ChoiceDriver:
                     stream.on_arrival = None
                     stream.leave()
             run.accounting.close()
-            if run.has_attempt:
-                run.attempt.assignment.leave_old_call()
-                self._has_room(run)
-                self._waits_no_more(run)
+            run.attempt.assignment.leave_old_call()
+            self._has_room(run)
+            self._waits_no_more(run)
             run.reset()
 
     def _has_room(self, run: _Run) -> None:

@@ -315,6 +315,8 @@ class ChoiceMachine:
     """The decode worker's message that came before the first token, or the last tokens in state REPORTING."""
     _lacks_report: bool = field(default=False)
     """The prefill worker has not reported the end of the KV transfer yet."""
+    _then: Then = PLACE
+    """How the next event comes."""
     _is_moving: bool = False
     """A migration is being prepared."""
 
@@ -323,11 +325,21 @@ class ChoiceMachine:
 
         The event must be one that the last step asked for, or `Refused` before the first token, or `Answered`.
         """
+        if (
+            type(event) is NewTokens
+            and self._then is AWAIT_DECODE
+            and self.state is DECODING
+            and not event.finish_reason
+        ):
+            self._num_emitted += len(event.token_ids)
+            return Step((Emit(event),), AWAIT_DECODE)  # nearly every step
+        step = self._on(event)
+        self._then = step.then
+        return step
+
+    def _on(self, event: Event) -> Step:
         match event:
             case NewTokens():
-                if self.state is DECODING and self._awaits_tokens_alone and event.finish_reason is None:
-                    self._num_emitted += len(event.token_ids)  # nearly every event
-                    return Step((Emit(event),), AWAIT_DECODE)
                 return self._tokens(event)
             case Begun():
                 self._begun = event
@@ -379,7 +391,7 @@ class ChoiceMachine:
         if self._held is None:
             return Step(did, Await((DECODE, PREFILL)))
         held, self._held = self._held, None
-        after = self.on(held)
+        after = self._on(held)
         return Step((*did, *after.instructions), after.then)
 
     def _tokens(self, tokens: NewTokens) -> Step:

@@ -499,7 +499,7 @@ def test_the_explorer_sees_a_machine_that_leaves_a_call(monkeypatch: pytest.Monk
     def forgetful(machine: ChoiceMachine, event: Event) -> Step:
         step = on(machine, event)
         if isinstance(event, Migrate):
-            return replace(step, instructions=tuple(i for i in step.instructions if not isinstance(i, LeaveCalls)))
+            return step._replace(instructions=tuple(i for i in step.instructions if not isinstance(i, LeaveCalls)))
         return step
 
     monkeypatch.setattr(ChoiceMachine, "on", forgetful)
