@@ -325,12 +325,8 @@ class ChoiceMachine:
 
         The event must be one that the last step asked for, or `Refused` before the first token, or `Answered`.
         """
-        if (
-            type(event) is NewTokens
-            and self._then is AWAIT_DECODE
-            and self.state is DECODING
-            and not event.finish_reason
-        ):
+        decodes = self._then is AWAIT_DECODE and self.state is DECODING
+        if decodes and type(event) is NewTokens and event.finish_reason is None:
             self._num_emitted += len(event.token_ids)
             return Step((Emit(event),), AWAIT_DECODE)  # nearly every step
         step = self._on(event)
