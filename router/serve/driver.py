@@ -420,7 +420,7 @@ class ChoiceDriver:
 
     def _waits_no_more(self, run: _Run) -> None:
         """Record that the choice no longer waits for its first token."""
-        run.first_token_by_s = math.inf
+        run.first_token_by_s, run.is_preempted = math.inf, False  # a preemption that comes with the token is too late
         self._waiting.pop(run.attempt.entry, None)
         self._gate.left(run.attempt.entry)
 

@@ -1340,3 +1340,28 @@ async def test_a_doubted_worker_is_taken_where_the_others_have_another_sampler()
     async with bench_with(workers, {"p0": "a", "d0": "a", "d1": "b"}, {"d0": 20}, "disaggregated") as bench:
         assert await collected(bench.tokens(choice, spec=DRAWN)) == [5]
     assert (choice.decode_worker, choice.machine.retries) == ("d0", 1)
+
+
+async def test_a_preemption_that_comes_with_the_first_token_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate has not heard of the token yet; an answer that has begun is never refused."""
+    goes_on = asyncio.Event()
+    workers = ScriptedWorkers(
+        decode=[[ticket, goes_on, NewTokens(token_ids=(6,), finish_reason=None), LAST]],
+        prefill=[
+            [FirstToken(token_id=4, finish_reason=None, report=PrefillReport()), goes_on, Transferred(10, 1, 0.0, 0.0)]
+        ],
+    )
+    waits_no_more = ChoiceDriver._waits_no_more
+
+    def preempted(choices: ChoiceDriver, run: Any) -> None:
+        run.preempt()
+        waits_no_more(choices, run)
+
+    monkeypatch.setattr(ChoiceDriver, "_waits_no_more", preempted)
+    async with bench_of(workers, PAIR, "disaggregated") as bench:
+        answer = bench.tokens()
+        assert await anext(answer) == 4
+        rest = asyncio.ensure_future(collected(answer))
+        await asyncio.sleep(0.05)
+        goes_on.set()
+        assert await rest == [6, 5]
