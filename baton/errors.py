@@ -16,8 +16,9 @@
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
     │   ├── NotAMember             UNAUTHENTICATED      503   a call between members without a valid proof
-    │   └── DeviceLost             UNAVAILABLE          503   its device no longer computes: the process must end
-    │       └── LostInStep         UNAVAILABLE          503   the device was lost in a step that computed this request
+    │   ├── DeviceLost             UNAVAILABLE          503   its device no longer computes: the process must end
+    │   │   └── LostInStep         UNAVAILABLE          503   the device was lost in a step that computed this request
+    │   └── ActorLost              UNAVAILABLE          503   Ray has lost its actor; the process may still serve
     ├── WorkerDraining             UNAVAILABLE          503   a worker takes no new work; another may serve
     ├── NoController               UNAVAILABLE          503   no controller is alive to change the pools
     ├── Conflict                   FAILED_PRECONDITION  503   an order conflicts with the cluster's state
@@ -167,6 +168,10 @@ class DeviceLost(WorkerFailed):
 
 class LostInStep(DeviceLost):
     """A worker's device was lost in a step that computed this request, which may have caused it."""
+
+
+class ActorLost(WorkerFailed):
+    """Ray has lost the worker's actor, or its node, or cannot place a new one. The worker's process may still serve."""
 
 
 class WorkerDraining(BatonError):

@@ -7,7 +7,7 @@ request     state of a whole request: usage and metrics, journal and resuming
 admission   tenants, validation, limits, deadlines
 prompt      chat template and tokenizer
 placement   choice of workers: a pure policy over a view of the pools
-dispatch    the calls to workers, and retries when one fails
+serve       the life of a choice on the workers: a pure state machine, and a driver that carries it out
 answer      detokenization and stop strings
 cluster     state of the other processes
 """
@@ -17,12 +17,12 @@ __all__ = [
     "answer",
     "api",
     "cluster",
-    "dispatch",
     "http_server",
     "placement",
     "process",
     "prompt",
     "request",
+    "serve",
     "server",
     "service",
     "slo",

@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.addresses import host_of
 from baton.cluster import Role, WorkerInfo, with_role
 from baton.config import ClusterConfig
-from baton.errors import BatonError, ConfigError, WorkerFailed
+from baton.errors import ActorLost, BatonError, ConfigError, WorkerFailed
 from baton.rpc import channel, from_rpc_error
 from baton.rpc.member_auth import MemberLink, member_metadata
 from baton.tasks import cancel_and_wait
@@ -36,7 +36,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.controller.reconcile import WorkerPhase
 from deploy.controller.serving_pools import PoolSpecs
 from deploy.processes import STABLE_S
-from deploy.ray_pools.actors import ActorLost, RayActors, Started, first_line
+from deploy.ray_pools.actors import RayActors, Started, first_line
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from baton.cluster import Role
 from baton.config import ClusterConfig, Config
-from baton.errors import BatonError, ConfigError, WorkerFailed
+from baton.errors import ActorLost, BatonError, ConfigError, WorkerFailed
 from baton.trust import KeyFile
 from deploy.ray_pools.actor import POOL_LABEL, RESOURCE, WorkerActor
 from deploy.ray_pools.gpus import NodeGpus
@@ -34,10 +34,6 @@ KILL_S = 3.0
 """Timeout for an actor to kill its worker's process. An actor that has no node yet does not answer."""
 ANSWER_S = 30.0
 """Timeout of a simple call to Ray; after it, Ray counts as broken."""
-
-
-class ActorLost(WorkerFailed):
-    """Ray has lost the actor or its node, or has not created the actor. The worker's process may still serve."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import pytest
 
 from baton.cluster import ControllerInfo, PoolStatus, PoolTrouble, Role, Worker, WorkerLoad, WorkerState
 from baton.config import ClusterConfig, Config, IndexConfig, KubernetesConfig, PoolConfig, PoolsConfig
-from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
+from baton.errors import ActorLost, ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
 from baton.rpc import MalformedCount, RpcServer
 from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -31,7 +31,7 @@ from deploy.controller.worker_life import ManagedWorker
 from deploy.kubernetes.node_plan import NodeLayout, NodePod
 from deploy.kubernetes.serving_pool import PoolSpec
 from deploy.ray_pools import actors as ray_actors
-from deploy.ray_pools.actors import ActorLost, RayActors, Started
+from deploy.ray_pools.actors import RayActors, Started
 from deploy.ray_pools.ray_import import ray
 from kvstore.index import CountingMirror, MemoryStore
 from kvstore.leases import MemoryLeases
