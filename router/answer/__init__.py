@@ -4,19 +4,16 @@ Plain state without I/O, rebuilt by replaying the tokens of a choice. The output
 they are grouped.
 """
 
-from router.answer.best_of import AnswerSelection
 from router.answer.call_format import CallForm, Written, form_of, known_form
 from router.answer.call_readers import JsonCalls, JsonKeys, Taken
 from router.answer.calls import CallIds, Calls, Parted
 from router.answer.channels import Channels, Delta
-from router.answer.detokenizer import IncrementalDetokenizer
 from router.answer.forced_calls import with_tool_choice
 from router.answer.format import PLAIN, AnswerFormat, AnswerPlan, with_reasoning
 from router.answer.marks import Mark, Reasoning
 from router.answer.reasoning import ReasoningReader, Split
-from router.answer.stop_strings import StopChecker
 from router.answer.tag_calls import TagCalls, Tags, typed_text
-from router.answer.writer import AnswerChunks, AnswerWriter, Piece
+from router.answer.writer import AnswerChunks, AnswerSelection, AnswerWriter, IncrementalDetokenizer, Piece, StopChecker
 
 __all__ = [
     "PLAIN",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from router.answer import IncrementalDetokenizer
-from router.answer.detokenizer import MAX_PENDING
+from router.answer.writer import MAX_PENDING
 from router.prompt import Tokenizer
 
 CORPUS = [
