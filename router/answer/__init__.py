@@ -8,8 +8,7 @@ from router.answer.call_format import CallForm, Written, form_of, known_form
 from router.answer.call_readers import JsonCalls, JsonKeys, Taken
 from router.answer.calls import CallIds, Calls, Parted
 from router.answer.channels import Channels, Delta
-from router.answer.forced_calls import with_tool_choice
-from router.answer.format import PLAIN, AnswerFormat, AnswerPlan, with_reasoning
+from router.answer.format import PLAIN, AnswerFormat, AnswerPlan, with_reasoning, with_tool_choice
 from router.answer.marks import Mark, Reasoning
 from router.answer.reasoning import ReasoningReader, Split
 from router.answer.tag_calls import TagCalls, Tags, typed_text

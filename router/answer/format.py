@@ -1,28 +1,38 @@
-"""Finds the marks with which a model separates reasoning and tool calls from content.
+"""The format of a model's answers: finds it, plans how to read it, and enforces it for a client's tool choice.
 
-If tokenizer_config.json has a `response_template`, in the format of transformers 5
-(utils/chat_parsing/response_templates.py), it decides. Otherwise the chat template is searched for the marks of known
-models.
+A model separates reasoning and tool calls from content with marks. If tokenizer_config.json has a `response_template`,
+in the format of transformers 5 (utils/chat_parsing/response_templates.py), it decides. Otherwise the chat template is
+searched for the marks of known models.
+
+A grammar enforces a client's tool choice (`with_tool_choice`). It is Lark in llguidance's dialect. Free text before a
+call uses lazy lexemes, as in that library's own structural tags. With `tool_choice` "auto" a grammar is needed for
+strict tools, for a single call, and if the content has a schema.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import regex
+
 from baton.api import Chat, PromptInput
 from baton.errors import InvalidRequest, ModelLoadError
+from baton.json_schema import NEVER_ENFORCED, plain
 from baton.model_files import read_json
+from baton.nesting import check_levels
 from baton.sampling import SamplingParams
+from baton.structure import LARK_HEAD, MAX_GRAMMAR_BYTES, StructuredOutputs, invalid_structure, json_rule
 from baton.tools import Tool, ToolUse
-from router.answer.call_format import HERMES, CallForm, form_of, known_form
+from router.answer.call_format import HERMES, CallForm, Written, form_of, known_form
 from router.answer.calls import CallIds, Calls
 from router.answer.channels import Channels
-from router.answer.forced_calls import needs_grammar
 from router.answer.marks import Mark, Reasoning
 from router.answer.reasoning import ReasoningReader
+from router.answer.tag_rules import SPACE, rules_of_tags, tag_rules
 
 if TYPE_CHECKING:
     from router.prompt.tokenizer import Tokenizer
@@ -203,3 +213,212 @@ def _place_of(
         return reasoning.is_open_in(chat.messages[-1].content), False
     tail = tokenizer.decode_all(prompt_ids[-MAX_TAIL:]).rstrip() if chat.add_generation_prompt else ""
     return reasoning.opens.ends(tail), chat.add_generation_prompt and not reasoning.closes.ends(tail)
+
+
+def with_tool_choice(
+    params: SamplingParams, prompt: PromptInput, form: CallForm | None, tokenizer: Tokenizer
+) -> SamplingParams:
+    """Return the parameters with the grammar or bad words that enforce the tool choice of a prompt.
+
+    Args:
+        form: format of the model's calls; None: unknown.
+
+    Raises:
+        InvalidRequest: the model's calls cannot be enforced, or the request also asks for another structure.
+    """
+    if not isinstance(prompt, Chat) or not prompt.tools:
+        return params
+    choice = prompt.tool_choice
+    if choice.use is ToolUse.NONE:
+        signs = form.signs if form else ()
+        return replace(params, bad_words=(*params.bad_words, *signs)) if signs else params
+    is_forced = choice.use is ToolUse.REQUIRED
+    content = params.structured_outputs
+    if not needs_grammar(prompt, params):
+        return params
+    if form is None or form.written is None:
+        raise InvalidRequest(
+            "tool_choice cannot be enforced: the tool-call format of this model is unknown; set tool_choice to auto, "
+            "and unset strict, parallel_tool_calls and response_format",
+            "tool_choice",
+        )
+    if content is not None and not (content.json or content.json_object):
+        raise InvalidRequest("tools can be combined with a JSON schema, but not with another structure", "tools")
+    tools = [
+        _ToolArguments.of(tool, index) for index, tool in enumerate(prompt.tools) if choice.name in ("", tool.name)
+    ]
+    grammar = _Grammar(form, form.written, tokenizer)
+    is_single = bool(choice.name) or not choice.is_parallel
+    text = grammar.forced(tools, is_single) if is_forced else grammar.free(tools, is_single, content)
+    num_bytes = len(text.encode("utf-8", "replace"))
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(
+            f"the grammar for forced or strict calls of these tools has {num_bytes} bytes, above the limit of "
+            f"{MAX_GRAMMAR_BYTES}; send fewer or smaller tools",
+            "tools",
+        )
+    return replace(params, structured_outputs=StructuredOutputs(grammar=text))
+
+
+def needs_grammar(chat: Chat, params: SamplingParams) -> bool:
+    """Return whether a chat with tools needs a grammar, for its calls or for its content.
+
+    Args:
+        params: sampling parameters of the client.
+    """
+    choice = chat.tool_choice
+    is_strict = any(tool.strict for tool in chat.tools)
+    is_asked = choice.use is ToolUse.REQUIRED or is_strict or not choice.is_parallel
+    return is_asked or params.structured_outputs is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ToolArguments:
+    """Arguments of one tool."""
+
+    name: str
+    """Name of the tool."""
+    schema: Mapping[str, Any]
+    place: str
+    """Path of the schema in the request."""
+    is_loose: bool
+    """Whether parts of the schema that cannot be enforced are ignored."""
+
+    @staticmethod
+    def of(tool: Tool, index: int) -> _ToolArguments:
+        """Return the arguments of a tool.
+
+        Args:
+            index: index of the tool in the request.
+        """
+        place = f"tools[{index}].function.parameters"
+        return _ToolArguments(name=tool.name, schema=_schema_of(tool), place=place, is_loose=not tool.strict)
+
+    def rule(self) -> str:
+        """Return their grammar rule, for arguments that are written as JSON."""
+        return json_rule(self.schema, self.place, is_loose=self.is_loose)
+
+
+_PLAIN_KEYS = frozenset(
+    ("type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions")
+)
+"""Keywords of an object's schema that ask for no members except those in `properties`."""
+
+
+class _Grammar:
+    """Writer of grammars for one model."""
+
+    def __init__(self, form: CallForm, written: Written, tokenizer: Tokenizer) -> None:
+        self._form = form
+        self._written = written
+        self._specials = {tokenizer.token(token_id): token_id for token_id in sorted(tokenizer.special_ids)}
+
+    def forced(self, tools: Sequence[_ToolArguments], is_single: bool) -> str:
+        """Return a grammar for calls and nothing else."""
+        written = self._written
+        return _lark([f"start: {self._list(is_single)}", *self._calls(tools, written.begin)])
+
+    def free(self, tools: Sequence[_ToolArguments], is_single: bool, content: StructuredOutputs | None) -> str:
+        """Return a grammar for content that may contain calls.
+
+        Args:
+            content: structure of an answer without calls; None: free text.
+        """
+        written = self._written
+        if content is not None or self._form.only_at_begin:
+            start = f"start: {self._list(is_single)} | other"
+            return _lark([start, *self._other(tools, content), *self._calls(tools, written.begin)])
+        sign = self._form.signs[0]
+        head = f"head: TEXT {self._literal(sign)}" if sign in self._specials else f"head[lazy]: TEXT {_quoted(sign)}"
+        if written.first:
+            behind = self._literal(written.first.removeprefix(sign))
+            start = f"start: head {behind} {self._some(is_single)} {self._literal(written.last)} | TEXT"
+            calls = self._calls(tools, written.begin)
+        else:
+            start = "start: head call | TEXT" if is_single else "start: (head call)* TEXT"
+            calls = self._calls(tools, written.begin.removeprefix(sign))
+        signs = " | ".join(map(_quoted, self._form.signs))
+        return _lark([start, head, f"SIGN: {signs}", "TEXT: ANY & ~(ANY SIGN ANY)", *calls])
+
+    def _other(self, tools: Sequence[_ToolArguments], content: StructuredOutputs | None) -> list[str]:
+        """Return the rules of content without a call, for calls that are only at the start of the content."""
+        if content is not None:
+            return [f"other: {json_rule(plain(_schema_of_content(content)), 'schema')}"]
+        if self._written.begin:
+            return [rf"other: /[^\[{{<{SPACE}]/ ANY"]
+        # Only a tool's name (letters, digits, _ and -) on a separate line marks a call.
+        names = "|".join(tool.name for tool in tools)
+        return [rf"CALL: /[{SPACE}]*({names})[ \t]*\n[{SPACE}]*\{{/", "other: OTHER", "OTHER: ANY & ~(CALL ANY)"]
+
+    def _list(self, is_single: bool) -> str:
+        return f"{self._literal(self._written.first)} {self._some(is_single)} {self._literal(self._written.last)}"
+
+    def _some(self, is_single: bool) -> str:
+        return "call" if is_single else f"call ({self._literal(self._written.between)} call)*"
+
+    def _calls(self, tools: Sequence[_ToolArguments], begin: str) -> list[str]:
+        """Return the rules of one call."""
+        written = self._written
+        rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
+        if self._form.tags is not None and self._form.closes is not None:
+            rules += rules_of_tags(self._form.closes.text)
+        for index, tool in enumerate(tools):
+            head, end = self._literal(begin + tool.name + written.middle), self._literal(written.end)
+            if self._form.tags is None:
+                rules.append(f"call_{index}: {head} {tool.rule()} {end}")
+            else:
+                names, more = tag_rules(f"call_{index}", tool.schema, tool.place, is_loose=tool.is_loose)
+                rules += [f"call_{index}: {head} {names} {end}", *more]
+        return rules
+
+    def _literal(self, text: str) -> str:
+        """Return the grammar of a literal text, in which special tokens are matched by their ids."""
+        if not text:
+            return ""
+        longest_first = sorted(self._specials, key=len, reverse=True)
+        pieces = regex.split("(" + "|".join(map(regex.escape, longest_first)) + ")", text) if longest_first else [text]
+        return " ".join(
+            f"<[{self._specials[piece]}]>" if piece in self._specials else _quoted(piece) for piece in pieces if piece
+        )
+
+
+def _lark(rules: Sequence[str]) -> str:
+    return "\n".join([LARK_HEAD, *rules, r"ANY: /(.|\n)*/"])
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _schema_of_content(content: StructuredOutputs) -> dict[str, Any]:
+    """Return the schema of an answer without calls.
+
+    Raises:
+        InvalidRequest: the schema is invalid.
+    """
+    try:
+        schema = json.loads(content.json or '{"type": "object"}')
+    except (ValueError, RecursionError) as error:
+        raise invalid_structure(f"the schema is not JSON, or too deep: {error}") from error
+    if not isinstance(schema, dict):
+        raise invalid_structure("its schema must be a JSON object if the request has tools")
+    check_levels(schema, "structured_outputs")
+    return schema
+
+
+def _schema_of(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, an object.
+
+    Undeclared members are forbidden if the declared ones are known to suffice, because a small model would keep
+    inventing others.
+    """
+    said = plain(tool.parameters or {})
+    schema: dict[str, Any] = {**(said if tool.strict else plain(said, NEVER_ENFORCED)), "type": "object"}
+    properties = schema.get("properties")
+    declares_all = isinstance(properties, Mapping) and set(schema.get("required") or ()) <= properties.keys()
+    is_closed = not said.keys() & _MORE_MEMBERS if tool.strict else declares_all and said.keys() <= _PLAIN_KEYS
+    return {"additionalProperties": False, **schema} if is_closed else schema
+
+
+_MORE_MEMBERS = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
+"""Keywords of a strict tool's schema that may declare further members."""
