@@ -5,10 +5,9 @@ A `Tokenizer` may be used by several threads.
 
 from router.prompt.chat import RESERVED, ChatTemplate
 from router.prompt.images import with_images
-from router.prompt.sequence import PromptEncoder, SequenceBuilder
+from router.prompt.sequence import PromptEncoder, SequenceBuilder, in_tokens
 from router.prompt.structure import StructureChecker
 from router.prompt.tokenizer import Tokenizer
-from router.prompt.words import in_tokens
 
 __all__ = [
     "RESERVED",

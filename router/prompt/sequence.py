@@ -1,7 +1,8 @@
 """Turns a prompt into the sequence that workers compute.
 
 1. `PromptEncoder` runs the chat template in a sandbox and the tokenizer, and checks the token ids.
-2. `SequenceBuilder` completes the sampling parameters, and keys the cache by tenant.
+2. `in_tokens` converts texts in sampling parameters to token ids, because workers handle only token ids.
+3. `SequenceBuilder` completes the sampling parameters, and keys the cache by tenant.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from baton.api import Chat, PromptInput, Text, TokenIds, Truncation, TruncationS
 from baton.blocks import cache_seed
 from baton.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from baton.messages import ROUTERS_SAMPLING, SequenceSpec
-from baton.sampling import SamplingParams
+from baton.sampling import DRY_BREAKERS, MAX_BAD_WORD_TOKENS, SamplingParams
 from baton.sandbox import ReplyKind
 from baton.tasks import seen_through
 from baton.template import RENDER_S, refused
@@ -294,3 +295,35 @@ def _for_workers(params: SamplingParams, vocab_size: int) -> SamplingParams:
         params = replace(params, beam_width=params.num_beams)
     seed = 0 if params.seed is None and not (params.temperature or params.xtc_probability) else params.seed
     return replace(params, **_NO_ROUTERS_SAMPLING, top_k=top_k, logprobs=logprobs, seed=seed)
+
+
+def in_tokens(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """Return the parameters with token ids in place of texts. Stop strings stay, because the router matches them.
+
+    Raises:
+        InvalidRequest: a text is not valid Unicode, or a bad word has too many tokens.
+    """
+    if params.bad_words:
+        words = [ids for word in params.bad_words for ids in _spellings(word, tokenizer)]
+        params = replace(params, bad_words=(), bad_word_ids=tuple(dict.fromkeys((*params.bad_word_ids, *words))))
+    if params.dry_multiplier:
+        # The last token of a breaker after other text, as in text-generation-webui.
+        last = [tokenizer.encode_fragment(f"a{breaker}")[-1] for breaker in params.dry_sequence_breakers]
+        breakers = tuple(dict.fromkeys((*params.dry_breaker_ids, *last)))
+        params = replace(params, dry_sequence_breakers=DRY_BREAKERS, dry_breaker_ids=breakers)
+    if params.xtc_probability and not params.xtc_exempt_token_ids:
+        params = replace(params, xtc_exempt_token_ids=tuple(tokenizer.encode_fragment("\n")[-1:]))
+    return params
+
+
+def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Return the tokens of a word at the start of a text and after a space; white space is encoded unchanged."""
+    texts = [prefix + word.lstrip() for prefix in ("", " ")] if word.strip() else [word]
+    spellings = [tuple(tokenizer.encode_fragment(text)) for text in texts]
+    if any(len(ids) > MAX_BAD_WORD_TOKENS for ids in spellings):
+        raise InvalidRequest(
+            f"sampling.bad_words must be texts of at most {MAX_BAD_WORD_TOKENS} tokens; shorten the one that starts "
+            f"with {word[:20]!a}",
+            "bad_words",
+        )
+    return spellings
