@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ from baton.tokenizer_file import end_of_sequence_ids, read_tokenizer, special_to
 from router.prompt.chat import ChatTemplate
 from router.prompt.literal import LiteralEncoder
 from router.prompt.segment_cache import SegmentEncoder, encode_batch
-from router.prompt.token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
@@ -38,6 +38,8 @@ RECOMMENDED_SAMPLING = {
     "bad_words_ids": "bad_word_ids",
 }
 """Name in generation_config.json -> name in `SamplingParams`."""
+BLOCK = 64
+"""Number of tokens whose texts are decoded together."""
 
 
 class ChatDraft(NamedTuple):
@@ -266,3 +268,30 @@ def _number(generation: Mapping[str, Any], name: str) -> Any:
             f"{'whole ' if is_whole else ''}number"
         )
     return value
+
+
+class TokenTexts:
+    """Memory-efficient cache of the texts of single tokens, in blocks of neighbouring token ids.
+
+    A block is decoded together, and stored as one string: a string per token would take 50 bytes more, and requests
+    with log probabilities soon use the whole vocabulary.
+
+    Args:
+        decode: returns the texts of several sequences.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[Sequence[int]]], Sequence[str]]) -> None:
+        self._decode = decode
+        self._blocks: dict[int, tuple[str, array[int]]] = {}
+        """Block number -> the concatenated texts, and their start offsets followed by the end of the last text."""
+
+    def of(self, token_id: int) -> str:
+        """Return a token's text."""
+        number, place = divmod(token_id, BLOCK)
+        text, begins = self._blocks.get(number) or self._read(number)
+        return text[begins[place] : begins[place + 1]]
+
+    def _read(self, number: int) -> tuple[str, array[int]]:
+        texts = self._decode([(token_id,) for token_id in range(BLOCK * number, BLOCK * (number + 1))])
+        self._blocks[number] = block = "".join(texts), array("I", itertools.accumulate(map(len, texts), initial=0))
+        return block

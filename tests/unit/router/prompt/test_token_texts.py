@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from router.prompt import Tokenizer
-from router.prompt.token_texts import BLOCK, TokenTexts
+from router.prompt.tokenizer import BLOCK, TokenTexts
 
 
 def test_every_token_has_its_text(model_dir: Path) -> None:
