@@ -6,7 +6,6 @@ requests whose first token is predicted to come too late. `images` bounds the im
 """
 
 from router.admission.accounts import Accounts, Charge
-from router.admission.claim import Claim, SloCounts, claim_of
 from router.admission.gate import TTFT_DEADLINE_FACTOR, Gate, QueueEntry
 from router.admission.history import AnswerHistory
 from router.admission.images import ImageMemory
@@ -15,7 +14,9 @@ from router.admission.limiter import Limiter
 from router.admission.validate import (
     MAX_REQUEST_ID,
     MAX_SETTLED,
+    Claim,
     ModelFacts,
+    SloCounts,
     check_length,
     check_model,
     check_prompt,
@@ -23,6 +24,7 @@ from router.admission.validate import (
     check_resume,
     check_special,
     check_vocabulary,
+    claim_of,
     sampling_params,
     truncation_of,
     with_lengths,

@@ -9,8 +9,8 @@ from baton.api import GenerateRequest, Text
 from baton.config import DEFAULT_CLASS, RouterConfig, SloClassConfig
 from baton.errors import ConfigError, InvalidRequest
 from router.admission import Claim, claim_of
-from router.admission.claim import CUSTOM_CLASS
 from router.admission.tenants import DEFAULT_TENANT, Tenant
+from router.admission.validate import CUSTOM_CLASS
 from router.placement import DEFAULT_WEIGHTS, Objective, Weights
 
 CONFIG = RouterConfig(
