@@ -1,16 +1,14 @@
 """Admission control: tenants, validation of requests, limits on concurrent requests, and deadlines.
 
-`tenants` and `validate` refuse requests that are not allowed or invalid. `limiter` refuses requests beyond a tenant's
-share of a full router, and `accounts` those beyond the tenant's own limits, which all routers share. `gate` refuses
-requests whose first token is predicted to come too late. `images` bounds the images of requests and their memory.
+`tenants` and `validate` refuse requests that are not allowed or invalid. `gate` refuses requests beyond a tenant's
+share of a full router, and those whose first token is predicted to come too late. `accounts` refuses those beyond the
+tenant's own limits, which all routers share. `images` bounds the images of requests and their memory.
 """
 
 from router.admission.accounts import Accounts, Charge
-from router.admission.gate import TTFT_DEADLINE_FACTOR, Gate, QueueEntry
-from router.admission.history import AnswerHistory
+from router.admission.gate import TTFT_DEADLINE_FACTOR, AnswerHistory, Gate, Limiter, QueueEntry
 from router.admission.images import ImageMemory
 from router.admission.ledger import Ledger, MemoryLedger, RedisLedger
-from router.admission.limiter import Limiter
 from router.admission.validate import (
     MAX_REQUEST_ID,
     MAX_SETTLED,

@@ -1,4 +1,7 @@
-"""Admits requests whose first token is predicted to come in time.
+"""Admits requests whose first token is predicted to come in time, and no more of them than the router serves at once.
+
+`Limiter` limits the number of choices that the router serves at once, in total and by tenant. `AnswerHistory` estimates
+the length of answers from earlier answers, which placement plans with. `Gate` judges by placement's prediction.
 
 The prediction comes from placement, for the worker that it would choose. A request that the queue would make late is
 refused at once, with the seconds until it would be on time. The exception is a queue with prompts of a tenant that uses
@@ -13,18 +16,31 @@ The gate has no clock and no queue: prompts wait on the workers, which compute t
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections import Counter, defaultdict
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton.errors import Overloaded
-from router.admission.tenants import Tenant
+from baton.errors import InvalidRequest, Overloaded
+from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.placement import Placement, Prediction, Turn
 
 TTFT_DEADLINE_FACTOR = 2.0
 CAUTION = 0.8
 """Share of an objective's spare time that a predicted wait may use. Predictions err, and a queue that is a fifth
 shorter keeps the workers just as busy."""
+SMOOTHING = 0.1
+"""Weight of the newest duration in the moving average."""
+CROWDED = 0.8
+"""Share of the limit up to which every tenant may take free slots; above it, each tenant is limited to its share."""
+CROWDED_S = 30.0
+"""Time after a refusal during which the router counts as crowded."""
+REMEMBERED = 256
+ENOUGH = 16
+"""Number of answers from which a tenant's own history is used instead of the history of all tenants."""
+QUANTILE = 0.9
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -121,3 +137,130 @@ class Gate:
                 if late_s <= 0:
                     return victims
         return []
+
+
+class Limiter:
+    """Counter of choices in flight. Beyond the limit it refuses requests at once, with the seconds until a retry."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self.max_in_flight = max_in_flight
+        self.num_in_flight = 0
+        self._request_ids: set[tuple[str, str]] = set()
+        self._by_tenant: Counter[str] = Counter()
+        """Choices in flight, by tenant; tenants without any are not listed."""
+        self._weights: dict[str, float] = {}
+        """Weights of the tenants above and below, as of their latest request: the tenants' file may change."""
+        self._refused: set[str] = set()
+        """Tenants refused since the router became crowded: free slots are kept for tenants below their share."""
+        self._mean_duration_s = 1.0
+        self._refused_s = -math.inf
+        """Time of the latest refusal."""
+
+    @property
+    def is_crowded(self) -> bool:
+        """True if a request was refused within the last CROWDED_S seconds."""
+        return time.monotonic() - self._refused_s < CROWDED_S
+
+    @contextlib.contextmanager
+    def slot(self, request_id: str, num_choices: int, tenant: Tenant = DEFAULT_TENANT) -> Iterator[None]:
+        """Context manager: holds the slots of one request.
+
+        Raises:
+            Overloaded: the limit is reached, or it is near and the tenant has its share, by weight among the tenants
+                in service. `retry_after_s` is the mean time until a slot is free.
+            InvalidRequest: the tenant has a request of this id in flight.
+        """
+        if num_choices > self.max_in_flight:
+            raise InvalidRequest(f"sampling.n must be at most {self.max_in_flight} here; lower it", "n")
+        self._weights[tenant.id] = tenant.weight
+        if self.num_in_flight + num_choices > self._limit_of(tenant):
+            self._refused.add(tenant.id)
+            self._refused_s = time.monotonic()
+            raise Overloaded(
+                f"{self.num_in_flight} of at most {self.max_in_flight} answers are being generated, "
+                f"{self._by_tenant[tenant.id]} of them yours; try again later",
+                retry_after_s=max(0.1, self._mean_duration_s * num_choices / self.max_in_flight),
+            )
+        if (tenant.id, request_id) in self._request_ids:
+            raise InvalidRequest(
+                f"request_id {request_id!r} is in flight; choose another or leave it empty", "request_id"
+            )
+        self._request_ids.add((tenant.id, request_id))
+        self._book(tenant.id, num_choices)
+        try:
+            yield
+        finally:
+            self._book(tenant.id, -num_choices)
+            self._request_ids.discard((tenant.id, request_id))
+
+    def _limit_of(self, tenant: Tenant) -> float:
+        """Return the limit on choices in flight, over all tenants, that applies to a request of this tenant."""
+        others = sum(self._weights[other] for other in self._by_tenant.keys() | self._refused if other != tenant.id)
+        share = self.max_in_flight * tenant.weight / (tenant.weight + others)
+        has_share = self._by_tenant[tenant.id] >= share
+        return CROWDED * self.max_in_flight if has_share else self.max_in_flight
+
+    def _book(self, tenant_id: str, num_choices: int) -> None:
+        self.num_in_flight += num_choices
+        self._by_tenant[tenant_id] += num_choices
+        if not self._by_tenant[tenant_id]:
+            del self._by_tenant[tenant_id]
+        if self.num_in_flight < CROWDED * self.max_in_flight:
+            self._refused.clear()
+
+    def record(self, duration_s: float) -> None:
+        """Record the duration of a finished request, for the estimate in refusals."""
+        self._mean_duration_s += SMOOTHING * (duration_s - self._mean_duration_s)
+
+
+class AnswerHistory:
+    """Lengths of the latest answers, by tenant.
+
+    Args:
+        floor: minimum of the expected length, unless the request allows less.
+        default: expected length until ENOUGH answers have been observed.
+    """
+
+    def __init__(self, floor: int, default: int) -> None:
+        self._floor = floor
+        self._default = default
+        self._all: _Lengths = _Lengths()
+        self._by_tenant: dict[str, _Lengths] = {}
+
+    def observe(self, tenant_id: str, num_tokens: int) -> None:
+        """Record the length of a completed answer."""
+        self._all.add(num_tokens)
+        self._by_tenant.setdefault(tenant_id, _Lengths()).add(num_tokens)
+
+    def expect(self, tenant_id: str, max_tokens: int, ignore_eos: bool = False) -> int:
+        """Return the number of tokens to plan for: nine of ten answers are not longer."""
+        if ignore_eos:
+            return max_tokens
+        own = self._by_tenant.get(tenant_id)
+        lengths = own if own is not None and own.num >= ENOUGH else self._all
+        expected = lengths.quantile if lengths.num >= ENOUGH else self._default
+        return min(max_tokens, max(self._floor, expected))
+
+
+class _Lengths:
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque(maxlen=REMEMBERED)
+        self._num_new = 0
+        self._quantile: int | None = None
+
+    @property
+    def num(self) -> int:
+        return len(self._latest)
+
+    def add(self, num_tokens: int) -> None:
+        self._latest.append(num_tokens)
+        self._num_new += 1
+        if self._num_new >= ENOUGH:  # sorting after every answer would be expensive
+            self._num_new, self._quantile = 0, None
+
+    @property
+    def quantile(self) -> int:
+        if self._quantile is None:
+            ordered = sorted(self._latest)
+            self._quantile = ordered[min(self.num - 1, int(QUANTILE * self.num))]
+        return self._quantile

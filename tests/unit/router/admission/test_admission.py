@@ -23,7 +23,7 @@ from router.admission import (
     sampling_params,
     with_lengths,
 )
-from router.admission.limiter import CROWDED, CROWDED_S
+from router.admission.gate import CROWDED, CROWDED_S
 from router.admission.tenants import Tenant
 
 FACTS = ModelFacts(

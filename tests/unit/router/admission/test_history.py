@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.admission import AnswerHistory
-from router.admission.history import ENOUGH, REMEMBERED
+from router.admission.gate import ENOUGH, REMEMBERED
 
 FLOOR, DEFAULT = 64, 256
 
