@@ -30,8 +30,7 @@ from kvstore.adapters import RedisAdapters
 from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, RedisIndex, Seal
 from kvstore.leases import RedisLeases, RedisRecords, ReportedLoads
 from router.admission import Accounts, Ledger, Limiter, ModelFacts, RedisLedger, SloCounts
-from router.admission.tenants import TenantBook
-from router.admission.tenants_file import TenantsFile
+from router.admission.tenants import TenantBook, TenantsFile
 from router.answer import AnswerFormat
 from router.api.adapter_orders import AdapterOrders
 from router.api.controller_client import ControllerClient

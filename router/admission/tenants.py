@@ -1,7 +1,6 @@
 """Tenants. A request belongs to the tenant whose API key it carries.
 
-One YAML file lists the tenants (`router.tenants_file`). Routers reload it when it changes
-(`router.admission.tenants_file`):
+One YAML file lists the tenants (`router.tenants_file`). Routers reload it when it changes (`TenantsFile`):
 
     acme:
       key_sha256: [HASH, HASH]         # two keys, to rotate a key without a gap
@@ -35,7 +34,9 @@ found from its hash.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -45,13 +46,19 @@ from types import MappingProxyType
 
 import yaml
 
-from baton.config import why_unreadable
+from baton.config import RouterConfig, why_unreadable
 from baton.errors import ConfigError, Forbidden, Unauthenticated
+from baton.telemetry.instruments import Instruments
 
+logger = logging.getLogger(__name__)
 CERTIFICATE = re.compile(r"(DNS|URI|email|IP|CN):[^\s].*")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 MAX_LIMIT = 10**12
 OTHER_NAMES = frozenset(("x-api-key", b"x-api-key", "api-key", b"api-key"))
+POLL_S = 0.5
+"""Pause between two reads of the tenants' file; a change takes effect after two reads."""
+UNREADABLE = b"unreadable"
+"""Version of a tenants' file that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +214,59 @@ class TenantBook:
         return tenant
 
 
+class TenantsFile:
+    """Keeps `book` up to date with `router.tenants_file`: reloads the file when it changes.
+
+    So adding or revoking a key needs no restart. Changes are detected by content, not by time stamp or inode:
+    Kubernetes swaps a symlink two folders above a mounted Secret, editors write in place, and tools rename a new file
+    over the old one. New content is adopted after it was read twice in a row, so a half-written file is not. An invalid
+    file changes nothing: the previous entries stay in force.
+    """
+
+    def __init__(self, config: RouterConfig, book: TenantBook, instruments: Instruments) -> None:
+        self._config = config
+        self._path = Path(config.tenants_file)
+        self._book = book
+        self._instruments = instruments
+        self._seen = self._settled = book.version
+
+    @staticmethod
+    def load(config: RouterConfig) -> TenantBook:
+        """Return the configured tenants.
+
+        Raises:
+            ConfigError: the file cannot be read, an entry is invalid, or names an unknown SLO class.
+        """
+        book = TenantBook.configured(config.tenants_file)
+        for slo_class in book.slo_classes:
+            config.slo_class(slo_class)
+        return book
+
+    async def run(self) -> None:
+        """Poll the file until cancelled. Return at once if none is configured."""
+        while self._config.tenants_file:
+            await asyncio.sleep(POLL_S)
+            await self.poll()
+
+    async def poll(self) -> None:
+        """Read the file once, in a thread: its disk may be slow, and its parsing long."""
+        version = await asyncio.to_thread(_version_at, self._path)
+        is_stable, self._seen = version == self._seen, version
+        if not is_stable or version == self._settled:
+            return
+        self._settled = version
+        try:
+            book = await asyncio.to_thread(self.load, self._config)
+        except ConfigError as error:
+            logger.error("the tenants' file is invalid; the previous entries stay in force: %s", error)
+            self._instruments.tenants_file_reads.add(1, {"outcome": "refused"})
+            return
+        self._settled = book.version
+        self._book.adopt(book)
+        logger.info("the tenants' file has changed; its entries are in force")
+        self._instruments.tenants_file_reads.add(1, {"outcome": "adopted"})
+
+
 def require_operator(tenant: Tenant) -> None:
     """Raise Forbidden for a tenant that is not an operator."""
     if not tenant.operator:
@@ -216,6 +276,13 @@ def require_operator(tenant: Tenant) -> None:
 def version_of(text: bytes) -> bytes:
     """Return a digest of the content of a tenants' file."""
     return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def _version_at(path: Path) -> bytes:
+    try:
+        return version_of(path.read_bytes())
+    except OSError:
+        return UNREADABLE
 
 
 def api_key_of(headers: Iterable[tuple[str | bytes, str | bytes]]) -> str | None:

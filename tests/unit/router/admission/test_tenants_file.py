@@ -11,9 +11,8 @@ import pytest
 from baton.config import RouterConfig
 from baton.errors import ConfigError, Unauthenticated
 from baton.telemetry.instruments import Instruments
-from router.admission import tenants_file
-from router.admission.tenants import Tenant, TenantBook
-from router.admission.tenants_file import TenantsFile
+from router.admission import tenants
+from router.admission.tenants import Tenant, TenantBook, TenantsFile
 from tests.support.builders import cluster_status
 from tests.support.waiting import until
 
@@ -117,7 +116,7 @@ async def test_a_file_that_is_wrong_changes_nothing_and_is_said_once(
 async def test_it_runs_until_it_is_cancelled_and_not_at_all_without_a_file(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tenants_file, "POLL_S", 0.01)
+    monkeypatch.setattr(tenants, "POLL_S", 0.01)
     await TenantsFile(RouterConfig(), TenantBook.open_to_all(), followed.instruments).run()
     running = asyncio.create_task(followed.file.run())
     followed.path.write_text(entry("zeta"))
@@ -134,4 +133,4 @@ def test_a_router_does_not_start_with_a_file_that_is_wrong(tmp_path: Path) -> No
 
 
 def test_two_readings_are_made_within_the_two_seconds_that_are_promised() -> None:
-    assert 2 * tenants_file.POLL_S <= 1.0
+    assert 2 * tenants.POLL_S <= 1.0
