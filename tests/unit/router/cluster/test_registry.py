@@ -133,7 +133,7 @@ async def test_who_is_listed_again_after_the_store_lost_its_state_can_leave() ->
 async def test_a_router_says_how_many_workers_it_knows_to_be_ready() -> None:
     """`baton up` waits for it."""
     store = MemoryStore()
-    leases = MemoryLeases(store)
+    leases = MemoryLeases(store, lease_s=600)
     async with followed(store, leases, lease_s=600) as pools, asyncio.timeout(10):
         await joins(leases, "ready")
         loading = worker_info("loading", epoch=await leases.acquire("loading"))
