@@ -5,6 +5,8 @@ The cluster that several files share is started in such a place (`arithmetic_clu
 
 from __future__ import annotations
 
+import ctypes
+import os
 from pathlib import Path
 
 import httpx2
@@ -35,6 +37,20 @@ def test_a_folder_of_modules_and_a_full_machine_harm_no_cluster(arithmetic_clust
         assert told.engine.memory_share == 0.25, "four workers on one machine"
 
 
+PIDFD_GETFD = 438
+
+
+def descriptor_of(pid: int, number: int) -> int:
+    """A copy of another process's descriptor. A socket cannot be opened by its path below /proc."""
+    process = os.pidfd_open(pid)
+    try:
+        copy = int(ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, process, number, 0))
+    finally:
+        os.close(process)
+    assert copy >= 0, os.strerror(ctypes.get_errno())
+    return copy
+
+
 def test_a_worker_s_log_has_what_its_process_writes_whichever_way(arithmetic_cluster: Cluster) -> None:
     """As a library does that knows nothing of our logs."""
     name = arithmetic_cluster.ids(Role.DECODE)[0]
@@ -45,7 +61,7 @@ def test_a_worker_s_log_has_what_its_process_writes_whichever_way(arithmetic_clu
         return list(answer.raise_for_status().json()["lines"])
 
     for stream in (1, 2):
-        with Path(f"/proc/{worker['pid']}/fd/{stream}").open("a") as output:
+        with os.fdopen(descriptor_of(worker["pid"], stream), "w") as output:
             output.write(f"a library writes to {stream}\n")
     wait_until(lambda: lines()[-2:] == ["a library writes to 1", "a library writes to 2"], 30, seen=lines)
     assert any(f"{name} joins at" in line for line in lines())
