@@ -112,9 +112,8 @@ async def end_all(namespace: str) -> list[str]:
         for name in found:
             with contextlib.suppress(ValueError):  # it has ended meanwhile
                 actors.append(ray.get_actor(name, namespace=namespace))
-        killed = [
-            actor.kill.remote() for actor in actors if hasattr(actor, "kill")
-        ]  # one of an earlier version has not
+        # An actor of an earlier version has no `kill`.
+        killed = [actor.kill.remote() for actor in actors if hasattr(actor, "kill")]
         ray.wait(killed, num_returns=len(killed), timeout=KILL_S)
         for actor in actors:
             ray.kill(actor)
@@ -279,9 +278,8 @@ class RayActors:
 
     async def kill(self, actor: Any) -> None:
         """Kill the worker, and then its actor, whose name becomes free a little later."""
-        with contextlib.suppress(
-            BatonError, TimeoutError, AttributeError
-        ):  # AttributeError: an actor of an earlier version
+        # AttributeError: an actor of an earlier version has no `kill`.
+        with contextlib.suppress(BatonError, TimeoutError, AttributeError):
             await asyncio.wait_for(_result(actor.kill.remote()), KILL_S)
         await self.end_only(actor)
 

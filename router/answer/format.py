@@ -282,7 +282,7 @@ class _ToolArguments:
     place: str
     """Path of the schema in the request."""
     is_loose: bool
-    """Whether parts of the schema that cannot be enforced are ignored."""
+    """True: parts of the schema that cannot be enforced are ignored."""
 
     @staticmethod
     def of(tool: Tool, index: int) -> _ToolArguments:

@@ -58,7 +58,7 @@ class Choice:
     it; the driver then cancels the running attempt."""
 
     machine: ChoiceMachine = field(default_factory=ChoiceMachine)
-    """Where it is on its way, and what its failures mean for the next placement."""
+    """State machine of the choice, which also knows what the next placement avoids."""
     leader: Choice | None = None
     """The choice whose attempt computes the prompt for this one as well. This choice is placed on the leader's decode
     worker. None: it is placed independently."""

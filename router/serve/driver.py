@@ -82,7 +82,7 @@ LONG_S = 5.0
 
 
 class _Run:
-    """What one attempt of a choice holds: its calls, its accounting, and the wait for its first token."""
+    """Resources of one attempt of a choice: its calls, its accounting, and the wait for its first token."""
 
     def __init__(self, choice: Choice, num_expected_tokens: int) -> None:
         self.choice = choice
@@ -253,13 +253,15 @@ class ChoiceDriver:
                         choice.finish_reason = tokens.finish_reason
                         yield choice, tokens
                         if choice.is_answered:
-                            run.count_unread()
-                            machine.on(Answered())
-                            return
+                            break
                     elif isinstance(instruction, LeaveCalls):
                         await self._leave_calls(run)
                     else:
                         self._do(instruction, run)
+                if choice.is_answered and not isinstance(event, Answered):
+                    run.count_unread()
+                    event = Answered()
+                    continue
                 if then is AWAIT_DECODE and run.is_begun:
                     event = await run.next_tokens()  # nearly every event
                     continue

@@ -32,7 +32,7 @@ arrived by then, unless that worker hangs."""
 
 
 class State(StrEnum):
-    """What a choice waits for."""
+    """State of a choice. Each one waits for what its docstring names."""
 
     PLACING = "placing"
     """Workers."""
@@ -52,7 +52,7 @@ class State(StrEnum):
 
 
 class Source(StrEnum):
-    """What an event comes from."""
+    """Origin of an event."""
 
     DECODE = "decode"
     """The call on the decode worker, which computes the prompt as well if there is no prefill worker."""
@@ -116,7 +116,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Nobody needs more tokens: a stop string has ended the answer, or the client has left."""
+    """The client needs no more tokens, for instance because a stop string has ended the answer."""
 
 
 Event = (
@@ -316,7 +316,7 @@ class ChoiceMachine:
     _lacks_report: bool = field(default=False)
     """The prefill worker has not reported the end of the KV transfer yet."""
     _then: Then = PLACE
-    """How the next event comes."""
+    """The end of the last step."""
     _is_moving: bool = False
     """A migration is being prepared."""
 

@@ -40,7 +40,7 @@ KINDS: list[dict[str, Any]] = [
     {"seed": 14, "extra_body": {"typical_p": 0.8}},
     {"seed": 15, "extra_body": {"dry_multiplier": 0.75}},
     {"seed": 16, "extra_body": {"xtc_probability": 0.5, "xtc_threshold": 0.06}},
-    {"seed": 17, "extra_body": {"bad_words": ["the", "in"], "min_tokens": 20}},
+    {"seed": 17, "stop": ["\u0007"], "extra_body": {"bad_words": ["the", "in"], "min_tokens": 20}},
 ]
 """One stream of each kind of sampling, in OpenAI's dialect."""
 

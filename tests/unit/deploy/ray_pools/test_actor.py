@@ -83,7 +83,7 @@ def test_a_worker_has_the_keys_of_its_own_node() -> None:
 async def test_a_worker_that_dies_at_its_start_leaves_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the node process writes to a file, that is named."""
+    """The error names the file to which the node process writes, if there is one."""
     code = "import sys; print('Traceback (most recent call last):'); sys.exit('IllegalInstruction: amx')"
     monkeypatch.setattr(actor, "module_command", lambda *_: [sys.executable, "-c", code])
     with node(tmp_path) as here:
@@ -147,7 +147,7 @@ async def test_without_a_node_process_an_actor_has_its_own(
         assert isinstance(arguments, list)
         folder = Path(arguments[arguments.index("--folder") + 1])
         assert len(str(folder / "socket")) < 108
-        assert (folder.parent / LOCK).exists(), "nobody would remove it after a kill"
+        assert (folder.parent / LOCK).exists(), "the next process could not remove the folder after a kill"
         await asyncio.wait_for(worker.kill(), 20)
         assert not process.is_running()
         with pytest.raises(WorkerFailed, match="worker-0 was killed by SIGKILL"):
