@@ -31,8 +31,8 @@ from router.api.exchange import (
     unless_disconnected,
 )
 from router.api.several import at_once, together
-from router.request.model import Ingress
 from router.service import RouterService
+from router.timeline.log import Ingress
 
 PATIENCE_S = 5.0
 """Longest wait for the first chunk before a stream's headers are sent. An error before the headers sets the status."""

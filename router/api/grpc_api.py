@@ -29,9 +29,8 @@ from router.api.adapter_orders import AdapterOrders
 from router.api.controller_client import ControllerClient
 from router.api.delivery import ReadAhead, deliver
 from router.api.padding import GRPC, AnswerPadding
-from router.request.model import UNKNOWN_INGRESS, Ingress
-from router.request.request_log import RequestFilter, RequestLog
 from router.service import RouterService
+from router.timeline.log import UNKNOWN_INGRESS, Ingress, RequestFilter, RequestLog
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 """Longest message of a client: the default of gRPC servers. The call is admitted before its message is received, and

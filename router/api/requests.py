@@ -11,8 +11,8 @@ from baton.timelines import DEFAULT_LIMIT, MAX_LIMIT, OUTCOMES, list_json, timel
 from router.api.exchange import JsonAnswer, at_a_reports_turn
 from router.api.operators import REQUESTS, TIMELINES
 from router.api.routes import answers
-from router.request.request_log import RequestFilter
 from router.service import RouterService
+from router.timeline.log import RequestFilter
 
 PATH = "/api/requests"
 FRESH = {"Cache-Control": "no-store"}

@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from baton.errors import BatonError, InvalidRequest, UnknownField, Unsupported
 from router.api.exchange import id_of, ignored_of
 from router.api.fields import LEFT_OUT, UNSUPPORTED
-from router.request.bodies import RefusedBody
 from router.service import RouterService
+from router.timeline.log import RefusedBody
 
 OTHER = "other"
 """Metric label for field names that no API declares, because clients may send any name."""
@@ -43,7 +43,7 @@ class Taking:
         match error:
             case None:
                 if names := ignored_of(self._request).names:
-                    self._service.bodies.ignored(map(self._label, names))
+                    self._service.requests.ignored(map(self._label, names))
             case RequestValidationError():
                 self._refused(refusal_of(error))
             case BatonError() | HTTPException():
@@ -59,7 +59,7 @@ class Taking:
             error=error,
             field=self._label(param) if param else "",
         )
-        self._service.bodies.refused(refused)
+        self._service.requests.refused(refused)
 
     def _label(self, name: str) -> str:
         """Return the name of a field without its path, or `other` if no API declares it."""

@@ -25,7 +25,6 @@ from router.admission import Claim
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
 from router.serve.choice import Choice, ChoiceGroup
-from router.serve.decisions import DecisionLog
 from router.serve.driver import ChoiceDriver
 from router.serve.worker_client import WorkerClient
 from tests.support import builders
@@ -127,7 +126,6 @@ class Bench:
             pools=self.pools,
             client=client,
             hints=hints,
-            decisions=DecisionLog(),
             config=config,
             instruments=self.instruments,
         )
