@@ -18,7 +18,7 @@ from baton.blocks import HASH_BLOCK
 from baton.cluster import Role, Worker, WorkerInfo, WorkerState
 from baton.costs import PRIOR, StepCosts, least_of, lifted, typical
 from baton.messages import Adapter, SequenceSpec
-from baton.tasks import paced
+from baton.tasks import Flag, paced
 from kvstore.index import Owners
 from router.placement import Candidate, Job, LoadTracker, Prompt, Residence, Turn
 from router.placement.order import LEAST_LOADED, LoadOrders
@@ -116,7 +116,8 @@ class PoolView:
         self._residence = Residence()
         self._suspects: dict[tuple[str, int], float] = {}
         self._leaving: dict[tuple[str, int, Role], float] = {}
-        self._changed = asyncio.Condition()
+        self._waiting: set[Callable[[], object]] = set()
+        """Callbacks of the next `update`."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -149,8 +150,9 @@ class PoolView:
         self._leaving = {who: until for who, until in self._leaving.items() if until > now}
         self._loading = {what: until for what, until in self._loading.items() if until > now}
         self._order_loads(now)
-        async with self._changed:
-            self._changed.notify_all()
+        waiting, self._waiting = self._waiting, set()
+        for wake in waiting:
+            wake()
 
     async def _adopt(self, leased: Mapping[str, Worker]) -> None:
         last, bounds = self._leased, self._bounds
@@ -219,11 +221,20 @@ class PoolView:
         usual[Role.PREFILL] = max(usual.values())
         return {info.id: lengths[info.id] for info in infos if lengths[info.id] * SHORT < usual[info.role]}
 
+    def on_change(self, wake: Callable[[], object]) -> None:
+        """Call back once, at the next `update`."""
+        self._waiting.add(wake)
+
     async def wait_for_change(self, timeout_s: float) -> None:
         """Return after the next `update`, or after the timeout."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait()
+        flag = Flag()
+        self.on_change(flag.set)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await flag.wait()
+        finally:
+            self._waiting.discard(flag.set)
 
     def get(self, worker_id: str) -> Worker:
         """Return the worker with this id.

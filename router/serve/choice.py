@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,10 +23,20 @@ from baton.scores import TokenScores
 from baton.tasks import Flag
 from kvstore.leases import Noted
 from router.admission import Claim, QueueEntry
-from router.placement import Job, Placement
+from router.placement import Job, Placement, Prompt
 from router.placement.stale_hints import Hint
 from router.serve.images import RequestImages
-from router.serve.machine import CallFailed, ChoiceMachine, Event, NoRoom, Source, Stays
+from router.serve.machine import (
+    AWAIT_DECODE,
+    CallFailed,
+    ChoiceMachine,
+    Event,
+    LeaderBegun,
+    NoRoom,
+    Source,
+    Stays,
+    Then,
+)
 from router.serve.worker_client import WorkerCallError, WorkerStream
 from router.timeline.events import ChoiceTimeline
 
@@ -63,8 +73,8 @@ class Choice:
     worker. None: it is placed independently."""
     num_followers: int = 0
     """Number of sequences that decode on the same worker with this one: choices that it leads, or other beams."""
-    has_begun: Flag = field(default_factory=Flag)
-    """Set when a worker decodes it, or when it has ended without that."""
+    has_begun: bool = False
+    """True if a worker has begun to decode it, or if it has ended without that."""
     kv_is_on: str = ""
     """The decode worker that has the prompt's KV; empty: none yet."""
     images: RequestImages | None = None
@@ -136,7 +146,7 @@ class Choice:
     def has_kv(self) -> None:
         """Record that its decode worker has the prompt's KV now, so its followers may be placed there."""
         self.kv_is_on = self.timeline.decode_worker
-        self.has_begun.set()
+        self.has_begun = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,11 +238,21 @@ class Assignment:
 class Run:
     """What serves a choice: workers, calls and accounting of its current attempt, and the wait for its first token."""
 
-    def __init__(self, choice: Choice, num_expected_tokens: int) -> None:
+    def __init__(self, choice: Choice, num_expected_tokens: int, arrived: Flag) -> None:
         self.choice = choice
         self.num_expected_tokens = num_expected_tokens
-        self.arrived = Flag()
-        """Set when a source may have an event."""
+        self.arrived = arrived
+        """Set when a choice of the request may have an event."""
+        self.then: Then | None = None
+        """How the next event comes; None: the choice has not begun."""
+        self.time_up_s = math.inf
+        """Time limit of `then`, on the monotonic clock."""
+        self.place_by_s = math.inf
+        """Time until which it waits for workers; infinite: it does not wait for any."""
+        self.waits_for_change = False
+        """No worker was ready, and the pools have not changed since."""
+        self.prompt: Prompt
+        """The sequence of this attempt, as placement sees it."""
         self.moves_to: Assignment | None = None
         """The workers of a migration that is prepared, or is being prepared."""
         self.ticket: Ticket
@@ -268,12 +288,20 @@ class Run:
         """The decode worker has not answered yet."""
         self.is_preempted = False
 
-    def wake_by(self, sources: Sequence[Source]) -> None:
-        """Let the calls among the sources wake this choice."""
-        self.arrived.clear()
-        for source in sources:
-            if (stream := self._stream(source)) is not None:
-                stream.on_arrival = self.arrived.set
+    def look_again(self) -> None:
+        """The pools have changed, so a worker may be ready now."""
+        self.waits_for_change = False
+        self.arrived.set()
+
+    @property
+    def awaits_tokens_alone(self) -> bool:
+        """True if nothing but the decode worker's next message is awaited, as nearly always."""
+        return self.then is AWAIT_DECODE and self.is_begun and not self.choice.is_answered
+
+    @property
+    def wakes_at_s(self) -> float:
+        """Time at which it has an event even if none arrives; infinite: never."""
+        return min(self.time_up_s, self.place_by_s, self.first_token_by_s)
 
     def preempt(self) -> None:
         """End the wait for the first token."""
@@ -282,6 +310,8 @@ class Run:
 
     def take(self, source: Source) -> Event | None:
         """Return the next event of a source; None: it has none yet."""
+        if source is Source.LEADER:
+            return LeaderBegun() if self.choice.leader is None or self.choice.leader.has_begun else None
         if source is Source.MIGRATION and self.found_none is not None:
             found_none, self.found_none = self.found_none, None
             return found_none
@@ -303,6 +333,8 @@ class Run:
                 return self.prefill
             case Source.MIGRATION:
                 return self.fetch
+            case Source.LEADER:
+                return None
 
     def end_fetch(self) -> None:
         """Leave the call by which the next worker of a migration pulls the KV, or the search for one; idempotent."""
@@ -317,7 +349,6 @@ class Run:
     async def next_tokens(self) -> Event:
         """Return the next event of the decode worker's call, when nothing else is awaited."""
         assert self.decode is not None
-        self.decode.on_arrival = None
         try:
             return await self.decode.read()
         except WorkerCallError as failure:

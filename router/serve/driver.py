@@ -1,10 +1,10 @@
 """Serves the choices of a request on the workers: carries out the steps of their state machines.
 
-    place -> admit -> calls to workers -> tokens for the client          one async generator for each choice
+    place -> admit -> calls to workers -> tokens for the client      one async generator for a request
 
 `router.serve.machine` decides what happens, and this module does it: it chooses workers, makes their calls, and passes
-the workers' messages to the machine as events. A choice needs no task for that: its calls wake it when they have a
-message.
+the workers' messages to the machine as events. Choices need no tasks for that: their calls wake the loop when they have
+a message, and so do the pools when they change.
 
 A choice is placed before it is admitted, because admission needs the predicted time of its first token. It is admitted
 with a deadline for that token. If the deadline passes, or the choice is preempted, the client gets the error at once.
@@ -27,10 +27,10 @@ from dataclasses import replace
 
 from baton.cluster import Worker
 from baton.config import RouterConfig
-from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerDraining, WorkerFailed
+from baton.errors import BatonError, Overloaded, WorkerDraining, WorkerFailed
 from baton.messages import Fetched, NewTokens, PrefillReport, SequenceSpec, Ticket, Transferred
 from baton.scores import NO_SCORES
-from baton.tasks import cancel_and_wait
+from baton.tasks import Flag
 from baton.telemetry.instruments import Instruments
 from baton.trust import KeyFile
 from router.admission import TTFT_DEADLINE_FACTOR, AnswerHistory, Gate, QueueEntry
@@ -39,7 +39,6 @@ from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
 from router.serve.choice import Assignment, Choice, ChoiceGroup, Run
 from router.serve.machine import (
-    AWAIT_DECODE,
     Answered,
     Await,
     Begun,
@@ -118,9 +117,7 @@ class ChoiceDriver:
             Unsupported: no worker supports all requested fields.
             NoWorker, WorkerFailed, TransferError: `max_attempts` consecutive placements failed; the message lists them.
         """
-        if group.is_search:
-            return self._serve_search(group.choices)
-        return self._serve(group.choices[0]) if len(group.choices) == 1 else self._serve_all(group.choices)
+        return self._serve(group)
 
     @property
     def is_crowded(self) -> bool:
@@ -140,78 +137,133 @@ class ChoiceDriver:
         if new:
             self._instruments.prefixes.see((*known, *new))
 
-    async def _serve(self, choice: Choice) -> AsyncGenerator[tuple[Choice, NewTokens]]:
-        if choice.leader is not None:
-            # The leader's attempt computes the prompt. Placed earlier, this choice would compute it a second time.
-            await choice.leader.has_begun.wait()
-        spec, machine = choice.spec, choice.machine
+    async def _serve(self, group: ChoiceGroup) -> AsyncGenerator[tuple[Choice, NewTokens]]:
+        arrived = Flag()
+        served = group.choices[:1] if group.is_search else group.choices  # one search draws all choices
+        runs = [self._new_run(choice, arrived) for choice in served]
+        try:
+            while runs:
+                arrived.clear()  # before the sources are asked, so that what arrives meanwhile wakes the loop again
+                answers: list[tuple[Choice, NewTokens]] = []
+                failure: BatonError | None = None
+                is_short = len(runs) == 1 and runs[0].awaits_tokens_alone
+                try:
+                    if is_short:
+                        self._step(runs[0], await runs[0].next_tokens(), group, answers)
+                    else:
+                        self._advance(runs, group, answers)
+                except BatonError as error:
+                    failure = error
+                for answer in answers:  # also before a failure: they came first
+                    yield answer
+                if failure is not None:
+                    raise failure
+                runs = [run for run in runs if not isinstance(run.then, End)]
+                if runs and not answers and not is_short:
+                    await self._wait(runs, arrived)
+        finally:
+            for run in runs:
+                run.count_unread()
+                self._leave_calls(run)
+
+    def _advance(self, runs: Sequence[Run], group: ChoiceGroup, answers: list[tuple[Choice, NewTokens]]) -> None:
+        """Handle events until there are none. While the client has not got its tokens, a choice takes no further ones.
+
+        So if the client is slow, tokens stay with the calls, which join them, and a choice that a stop string ends with
+        these tokens goes no further.
+        """
+        held: set[Run] = set()
+        is_idle = False
+        while not is_idle:
+            is_idle = True
+            for run in runs:
+                if run in held or isinstance(run.then, End) or (event := self._next(run, group)) is None:
+                    continue
+                is_idle, num_answers = False, len(answers)
+                self._step(run, event, group, answers)
+                if len(answers) > num_answers:
+                    held.add(run)
+
+    def _step(self, run: Run, event: Event, group: ChoiceGroup, answers: list[tuple[Choice, NewTokens]]) -> None:
+        """Let the machine handle an event, and carry out its instructions. Raises the error that ends the choice."""
+        choice = run.choice
+        instructions, then = choice.machine.on(event)
+        for instruction in instructions:
+            if isinstance(instruction, Emit):
+                answers += self._emitted(choice, group, instruction.tokens)
+            else:
+                self._do(instruction, run)
+        run.then, run.time_up_s = then, math.inf
+        match then:
+            case GiveUp(error):
+                raise error
+            case End():
+                choice.has_begun = True  # followers wait for this, also if no worker has begun to decode it
+            case Await(_, timeout_s) if timeout_s is not None:
+                run.time_up_s = time.monotonic() + timeout_s
+
+    def _new_run(self, choice: Choice, arrived: Flag) -> Run:
+        spec = choice.spec
         expected = self._history.expect(choice.claim.tenant.id, spec.max_tokens, spec.sampling.ignore_eos)
-        run = Run(choice, expected)
-        event: Event = Begun(
+        return Run(choice, expected, arrived)
+
+    def _next(self, run: Run, group: ChoiceGroup) -> Event | None:
+        """Return the next event of a choice; None: it has none yet. Raises the errors of `_place`."""
+        choice = run.choice
+        if choice.is_answered:
+            run.count_unread()
+            return Answered()
+        match run.then:
+            case Await(sources):
+                for source in sources:
+                    if (event := run.take(source)) is not None:
+                        self._has_room(run)
+                        return event
+                return self._time_up(run)
+            case FindPlace(is_move):
+                return self._place(run, run.moves_to if is_move else None)
+        return Begun(
             max_attempts=self._config.max_attempts,
-            is_search=spec.sampling.use_beam_search,
+            num_beams=len(group.choices) if group.is_search else 0,
+            follows=choice.leader is not None,
             has_images=choice.images is not None,
         )
-        try:
-            while True:
-                instructions, then = machine.on(event)
-                for instruction in instructions:
-                    if isinstance(instruction, Emit):
-                        tokens = instruction.tokens
-                        choice.emitted += tokens.token_ids
-                        choice.timeline.num_computed += num_computed(tokens)
-                        choice.finish_reason = tokens.finish_reason
-                        yield choice, tokens
-                        if choice.is_answered:
-                            break
-                    else:
-                        self._do(instruction, run)
-                if choice.is_answered and not isinstance(event, Answered):
-                    run.count_unread()
-                    event = Answered()
-                    continue
-                if then is AWAIT_DECODE and run.is_begun:
-                    event = await run.next_tokens()  # nearly every event
-                    continue
-                match then:
-                    case Await():
-                        event = await self._next(run, then)
-                    case FindPlace(is_move):
-                        event = await self._place(run, run.moves_to if is_move else None)
-                    case GiveUp(error):
-                        raise error
-                    case End():
-                        return
-        except (GeneratorExit, asyncio.CancelledError):
-            run.count_unread()
-            raise
-        finally:
-            # Followers wait for this flag, so it is also set if the choice was refused, failed or was cancelled.
-            choice.has_begun.set()
-            self._leave_calls(run)
 
-    async def _next(self, run: Run, wanted: Await) -> Event:
-        """Return the next event, of the first source that has one."""
-        time_up_s = math.inf if wanted.timeout_s is None else time.monotonic() + wanted.timeout_s
-        while True:
-            run.wake_by(wanted.sources)
-            for source in wanted.sources:
-                if (event := run.take(source)) is not None:
-                    self._has_room(run)
-                    return event
-            if run.is_preempted:
-                return self._refused(run, "preempted in the queue by a tenant with less queued work")
-            now_s, limit_s = time.monotonic(), min(time_up_s, run.first_token_by_s)
-            if now_s >= run.first_token_by_s:
-                return self._refused(run, f"no first token within {self._first_token_timeout_s(run):.1f} s")
-            if now_s >= time_up_s:
-                return TimeUp()
-            if limit_s == math.inf:
-                await run.arrived.wait()
-                continue
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(limit_s - now_s):
-                    await run.arrived.wait()
+    def _time_up(self, run: Run) -> Event | None:
+        now_s = time.monotonic()
+        if run.is_preempted:
+            return self._refused(run, "preempted in the queue by a tenant with less queued work")
+        if now_s >= run.first_token_by_s:
+            return self._refused(run, f"no first token within {self._first_token_timeout_s(run):.1f} s")
+        return TimeUp() if now_s >= run.time_up_s else None
+
+    @staticmethod
+    async def _wait(runs: Sequence[Run], arrived: Flag) -> None:
+        """Wait until a choice may have an event."""
+        wakes_at_s = min(run.wakes_at_s for run in runs)
+        if wakes_at_s == math.inf:
+            await arrived.wait()
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wakes_at_s - time.monotonic()):
+                await arrived.wait()
+
+    @staticmethod
+    def _emitted(choice: Choice, group: ChoiceGroup, tokens: NewTokens) -> Sequence[tuple[Choice, NewTokens]]:
+        """Record tokens, and return what the client gets of them. The beams of a search become choices at its end."""
+        choice.timeline.num_computed += num_computed(tokens)
+        if not group.is_search:
+            choice.emitted += tokens.token_ids
+            choice.finish_reason = tokens.finish_reason
+            return ((choice, tokens),)
+        if len(tokens.beams) < len(group.choices):
+            return ()
+        answers = []
+        for each, beam in zip(group.choices, tokens.beams, strict=False):
+            each.emitted, each.finish_reason = list(beam.token_ids), beam.finish_reason
+            answer = NewTokens(token_ids=beam.token_ids, finish_reason=beam.finish_reason, scores=beam.scores)
+            answers.append((each, answer))
+        return answers
 
     def _refused(self, run: Run, reason: str) -> Refused:
         run.choice.timeline.add(happened.Refused(time.monotonic(), reason))
@@ -248,6 +300,8 @@ class ChoiceDriver:
             case KeepOldCall():
                 # The next attempt owns it, and begins before anything else happens. It is not read any more: the next
                 # worker computes the tokens that still arrive on it again, and draws the same ones.
+                if run.decode is not None:
+                    run.decode.on_arrival = None
                 run.decode = None
             case LeaveCalls():
                 self._leave_calls(run)
@@ -278,10 +332,10 @@ class ChoiceDriver:
                 images=run.images,
                 trace=choice.trace,
             )
-        run.decode = stream
+        run.decode, stream.on_arrival = stream, run.arrived.set
         self._waiting[entry] = run
         timeout_s = self._first_token_timeout_s(run)
-        if not (choice.emitted or choice.has_begun.is_set()):
+        if not (choice.emitted or choice.has_begun):
             run.first_token_by_s = choice.claim.arrived_s + timeout_s
         late_s = LONG_S + (0.0 if await_kv else job.compute_s)
         run.waits_for_room = asyncio.get_running_loop().call_later(late_s, self._waits_long.add, entry)
@@ -301,6 +355,7 @@ class ChoiceDriver:
             images=run.images,
             trace=run.choice.trace,
         )
+        run.prefill.on_arrival = run.arrived.set
         # In a migration the prefill worker is the one that leaves, and the old call decodes on it. The new call started
         # first, so that worker is never without a call, and cannot exit before it has sent the KV.
         assignment.leave_old_call()
@@ -457,72 +512,79 @@ class ChoiceDriver:
             self._instruments.retries.add(1, {"error": type(error).__name__})
             logger.warning("%s is placed again after %d tokens: %s", spec.sequence_id, num_emitted, error)
 
-    # -- several choices -----------------------------------------------------------------------------------------------
-
-    async def _serve_search(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, NewTokens]]:
-        """Serve the choices of a beam search: the first one runs the search, whose beams become all the choices.
-
-        Raises:
-            InvalidRequest: the search found fewer beams than the request has choices.
-        """
-        async with contextlib.aclosing(self._serve(choices[0])) as messages:
-            async for _, message in messages:
-                if message.finish_reason is None:
-                    continue
-                beams = {choice: message.beams[choice.index] for choice in choices if choice.index < len(message.beams)}
-                if len(beams) < len(choices):
-                    raise InvalidRequest(
-                        f"n is {len(choices)}, but the beam search found only {len(message.beams)} answers that the "
-                        "request allows; lower n",
-                        "n",
-                    )
-                for choice, beam in beams.items():
-                    choice.emitted, choice.finish_reason = list(beam.token_ids), beam.finish_reason
-                    yield (
-                        choice,
-                        NewTokens(token_ids=beam.token_ids, finish_reason=beam.finish_reason, scores=beam.scores),
-                    )
-
-    async def _serve_all(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, NewTokens]]:
-        """Serve several choices concurrently, one task each."""
-        # The bound makes the tasks wait for a slow client. What they do not read is then joined into larger messages.
-        queue: asyncio.Queue[tuple[Choice, NewTokens | Exception | None]] = asyncio.Queue(maxsize=len(choices))
-
-        async def pump(choice: Choice) -> None:
-            try:
-                async with contextlib.aclosing(self._serve(choice)) as messages:
-                    async for item in messages:
-                        await queue.put(item)
-                await queue.put((choice, None))
-            except Exception as error:
-                # Raised by the reader of the queue, so the client first gets the tokens that came before the error.
-                await queue.put((choice, error))
-
-        running = {choice: asyncio.create_task(pump(choice)) for choice in choices}
-        try:
-            while running:
-                choice, item = await queue.get()
-                if choice not in running:
-                    continue  # it was cancelled below, with this item in the queue already
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    del running[choice]
-                    continue
-                yield choice, item
-                if choice.is_answered:
-                    # Waiting for the task's end also waits until its calls are cancelled on the workers.
-                    await cancel_and_wait((running.pop(choice),))
-        finally:
-            await cancel_and_wait(running.values())
-
     # -- placement -----------------------------------------------------------------------------------------------------
 
-    async def _place(self, run: Run, prepared: Assignment | None) -> Placed:
-        """Place the choice, and admit it if this is its first attempt. Raises the errors of `_begin`."""
-        run.spec = run.choice.next_spec(time.monotonic(), run.num_expected_tokens)
-        await self._begin(run, prepared)
-        return Placed(run.assignment.placement)
+    def _place(self, run: Run, prepared: Assignment | None) -> Placed | None:
+        """Place a choice, and admit it if this is its first attempt; None: no worker is ready for it yet.
+
+        Args:
+            prepared: the workers of a choice that migrates; None: place it.
+
+        Raises:
+            Overloaded: its first token would come too late, or every worker's queue is full.
+            Unsupported, NoWorker: no worker can serve it.
+        """
+        if run.place_by_s == math.inf:
+            self._start_attempt(run, is_move=prepared is not None)
+        now_s = time.monotonic()
+        if run.waits_for_change and now_s < run.place_by_s:
+            return None
+        choice, assignment, is_admitted = run.choice, prepared, bool(run.choice.emitted)
+        if assignment is None and choice.leader is not None and run.spec.attempt == 0:
+            assignment = self._selector.beside(choice, run.spec, run.prompt, choice.leader)
+            is_admitted = is_admitted or assignment is not None  # admitting the leader admitted its followers
+        if assignment is None:
+            prompt = run.prompt
+            if choice.num_followers:
+                num_expected = prompt.num_expected_tokens * (1 + choice.num_followers)
+                prompt = replace(prompt, num_expected_tokens=num_expected)
+            assignment = self._selector.place(choice, run.spec, prompt, is_late=now_s >= run.place_by_s)
+        if assignment is None:
+            run.waits_for_change = True
+            self._pools.on_change(run.look_again)
+            return None
+        run.place_by_s, run.waits_for_change, run.moves_to = math.inf, False, None
+        self._assign(run, assignment, is_move=prepared is not None, is_admitted=is_admitted)
+        return Placed(assignment.placement)
+
+    def _start_attempt(self, run: Run, *, is_move: bool) -> None:
+        choice, now_s = run.choice, time.monotonic()
+        run.spec, run.began_s = choice.next_spec(now_s, run.num_expected_tokens), now_s
+        run.place_by_s = now_s + self._config.worker_wait_s
+        prompt = run.prompt = self._selector.prompt(run.spec)
+        choice.block_keys = choice.block_keys or prompt.block_keys
+        if run.spec.attempt == 0 and run.spec.choice_index == 0:
+            self._see_prompt(choice, prompt)
+        if not is_move:
+            choice.timeline.add(happened.Attempted(now_s, run.spec.attempt, choice.timeline.last_token_s))
+
+    def _assign(self, run: Run, assignment: Assignment, *, is_move: bool, is_admitted: bool) -> None:
+        """Record the workers of an attempt. Raises Overloaded if the gate does not admit the choice."""
+        choice, spec, placement = run.choice, run.spec, assignment.placement
+        choice.sampler = assignment.decode.info.sampler
+        entry = QueueEntry(tenant=choice.claim.tenant, priority=choice.claim.priority, ttft_s=spec.ttft_s)
+        entry.is_placed(placement)
+        now_s = time.monotonic()
+        if is_move:
+            choice.timeline.add(happened.Migrated(now_s, spec.attempt, placement.decode_worker))
+        else:
+            is_first, waited_s = spec.attempt == 0, now_s - run.began_s
+            prediction = self._predicted(entry, placement) if is_first else placement.prediction
+            expected = spec.num_expected_tokens
+            choice.timeline.add(happened.Placed(now_s, spec.attempt, waited_s, placement, prediction, expected))
+            if is_first and not is_admitted:
+                self._admit(choice, entry, prediction)
+        self._instruments.placements.add(
+            1, {"mode": placement.mode, "prefill": placement.prefill_worker, "decode": placement.decode_worker}
+        )
+        run.assignment, run.entry = assignment, entry
+        run.job = Job(
+            turn=entry.turn,
+            compute_s=entry.compute_s,
+            num_prompt_tokens=run.prompt.num_tokens,
+            num_expected_tokens=run.prompt.num_expected_tokens,
+        )
+        run.images = self._carried(choice, spec, assignment) if choice.images is not None else ()
 
     def _admit(self, choice: Choice, entry: QueueEntry, prediction: Prediction) -> None:
         """Admit a choice, and end the wait of the choices that it preempts.
@@ -539,60 +601,6 @@ class ChoiceDriver:
             self._instruments.shed.add(1, {"tenant": victim.tenant.id})
             if (run := self._waiting.get(victim)) is not None:
                 run.preempt()
-
-    async def _begin(self, run: Run, prepared: Assignment | None) -> None:
-        """Place a choice, and admit it if this is its first attempt.
-
-        Args:
-            prepared: the workers of a choice that migrates; None: place it.
-
-        Raises:
-            Overloaded: its first token would come too late, or every worker's queue is full.
-            Unsupported, NoWorker: no worker can serve it.
-        """
-        choice, spec, timeline = run.choice, run.spec, run.choice.timeline
-        began_s = run.began_s = time.monotonic()
-        prompt = self._selector.prompt(spec)
-        choice.block_keys = choice.block_keys or prompt.block_keys
-        if spec.attempt == 0 and spec.choice_index == 0:
-            self._see_prompt(choice, prompt)
-        assignment, is_admitted = prepared, bool(choice.emitted)  # with tokens, another router has admitted it
-        if assignment is None:
-            timeline.add(happened.Attempted(began_s, spec.attempt, timeline.last_token_s))
-            if choice.leader is not None and spec.attempt == 0:
-                assignment = self._selector.beside(choice, spec, prompt, choice.leader)
-                is_admitted = is_admitted or assignment is not None  # admitting the leader admitted its followers
-        if assignment is None:
-            group = prompt
-            if choice.num_followers:
-                group = replace(prompt, num_expected_tokens=prompt.num_expected_tokens * (1 + choice.num_followers))
-            assignment = await self._selector.place(choice, spec, group)
-        placement = assignment.placement
-        choice.sampler = assignment.decode.info.sampler
-        entry = QueueEntry(tenant=choice.claim.tenant, priority=choice.claim.priority, ttft_s=spec.ttft_s)
-        entry.is_placed(placement)
-        now_s = time.monotonic()
-        if prepared is None:
-            is_first = spec.attempt == 0
-            prediction = self._predicted(entry, placement) if is_first else placement.prediction
-            timeline.add(
-                happened.Placed(now_s, spec.attempt, now_s - began_s, placement, prediction, spec.num_expected_tokens)
-            )
-            if is_first and not is_admitted:
-                self._admit(choice, entry, prediction)
-        else:
-            timeline.add(happened.Migrated(now_s, spec.attempt, placement.decode_worker))
-        self._instruments.placements.add(
-            1, {"mode": placement.mode, "prefill": placement.prefill_worker, "decode": placement.decode_worker}
-        )
-        run.assignment, run.entry, run.moves_to = assignment, entry, None
-        run.job = Job(
-            turn=entry.turn,
-            compute_s=entry.compute_s,
-            num_prompt_tokens=prompt.num_tokens,
-            num_expected_tokens=prompt.num_expected_tokens,
-        )
-        run.images = self._carried(choice, spec, assignment) if choice.images is not None else ()
 
     def _carried(self, choice: Choice, spec: SequenceSpec, assignment: Assignment) -> tuple[bytes, ...]:
         """Return the encoded images that an attempt carries to the worker that computes the prompt."""

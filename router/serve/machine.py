@@ -34,6 +34,8 @@ arrived by then, unless that worker hangs."""
 class State(StrEnum):
     """State of a choice. Each one waits for what its docstring names."""
 
+    FOLLOWING = "following"
+    """Another choice of the request, whose attempt computes the prompt for this one as well."""
     PLACING = "placing"
     """Workers."""
     COMPUTING = "computing"
@@ -58,6 +60,8 @@ class Source(StrEnum):
     """The call on the decode worker, which computes the prompt as well if there is no prefill worker."""
     PREFILL = "prefill"
     """The call on the prefill worker."""
+    LEADER = "leader"
+    """The choice that computes the prompt for this one as well."""
     MIGRATION = "migration"
     """The search for the next worker of a migration, and the call by which that worker pulls the KV."""
 
@@ -71,10 +75,18 @@ class Begun:
 
     max_attempts: int
     """Consecutive failures after which it is given up."""
-    is_search: bool = False
-    """True if the choice is a beam search."""
+    num_beams: int = 0
+    """Number of beams that the client gets of a beam search; 0: it is none."""
+    follows: bool = False
+    """True if another choice of the request computes the prompt for this one as well. Placed earlier, this choice would
+    compute it a second time."""
     has_images: bool = False
     """True if the prompt has images."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderBegun:
+    """The prompt's KV is on a worker, or the choice that was to compute it has ended without that."""
 
 
 class Placed(NamedTuple):
@@ -121,6 +133,7 @@ class Answered:
 
 Event = (
     Begun
+    | LeaderBegun
     | Placed
     | Ticket
     | FirstToken
@@ -308,6 +321,7 @@ class Step(NamedTuple):
 
 DECODING = State.DECODING
 DECODE, PREFILL, MIGRATION = Source.DECODE, Source.PREFILL, Source.MIGRATION
+AWAIT_LEADER = Await((Source.LEADER,))
 AWAIT_DECODE = Await((DECODE,))
 PLACE, MOVE = FindPlace(), FindPlace(is_move=True)
 LEAVE_CALLS, HAS_KV = LeaveCalls(), HasKv()
@@ -361,6 +375,10 @@ class ChoiceMachine:
                 return self._tokens(event)
             case Begun():
                 self._begun = event
+                self.state = State.FOLLOWING if event.follows else State.PLACING
+                return Step((), AWAIT_LEADER if event.follows else PLACE)
+            case LeaderBegun():
+                self.state = State.PLACING
                 return Step((), PLACE)
             case Placed(placement):
                 return self._placed(placement)
@@ -405,9 +423,9 @@ class ChoiceMachine:
         assert self.state is State.PREFILLING
         token_ids = () if first.token_id is None else (first.token_id,)
         tokens = NewTokens(token_ids=token_ids, finish_reason=first.finish_reason, scores=first.scores)
-        did = (Computed(first.report), *self._emitted(tokens))
         if first.finish_reason is not None:
-            return self._finish(did)
+            return self._finish((Computed(first.report),), tokens)
+        did = (Computed(first.report), *self._emitted(tokens))
         self.state, self._lacks_report = State.TRANSFERRING, True
         if self._held is None:
             return Step(did, Await((DECODE, PREFILL)))
@@ -432,13 +450,13 @@ class ChoiceMachine:
             # The decode worker has the KV. A prefill worker that dies or stalls now must not fail the choice.
             self.state, self._held = State.REPORTING, tokens
             return Step(did, Await((PREFILL,), REPORT_S))
-        return self._finish((*did, *self._emitted(tokens)))
+        return self._finish(did, tokens)
 
     def _migrate(self, order: Migrate) -> Step:
         if self.state is not State.DECODING:  # it has decoded nothing, so there is no KV to migrate
             return self._leave(None)
         did: tuple[Instruction, ...] = (Leaves(),)
-        if self._begun.is_search:
+        if self._begun.num_beams:
             if not order.hypotheses.running:  # the search cannot migrate: its worker completes it
                 return Step((), self._await_tokens())
             did = (*did, Reach(order.hypotheses))
@@ -474,7 +492,7 @@ class ChoiceMachine:
         if self.state is State.DECODING:
             return Step(did, self._await_tokens())
         assert isinstance(self._held, NewTokens)
-        return self._finish((*did, *self._emitted(self._held)))
+        return self._finish(did, self._held)
 
     def _fail(self, failed: CallFailed) -> Step:
         error, worker = failed.error, failed.worker
@@ -505,10 +523,14 @@ class ChoiceMachine:
         self.state = State.PLACING
         return Step(did, then)
 
-    def _finish(self, did: tuple[Instruction, ...]) -> Step:
+    def _finish(self, did: tuple[Instruction, ...], tokens: NewTokens) -> Step:
         self.num_attempts += 1
         self.state = State.ENDED
-        return Step((*did, LEAVE_CALLS), END)
+        then: Then = END
+        if len(tokens.beams) < self._begun.num_beams:
+            found = f"the beam search found only {len(tokens.beams)} answers that the request allows"
+            then = GiveUp(InvalidRequest(f"n is {self._begun.num_beams}, but {found}; lower n", "n"))
+        return Step((*did, *self._emitted(tokens), LEAVE_CALLS), then)
 
     def _emitted(self, tokens: NewTokens) -> tuple[Instruction, ...]:
         if not (tokens.token_ids or tokens.num_searched or tokens.finish_reason is not None):

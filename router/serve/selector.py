@@ -1,4 +1,4 @@
-"""Selects the workers of an attempt: placement over the current pools, with a bounded wait if no worker is ready."""
+"""Selects the workers of an attempt: placement over the current pools."""
 
 from __future__ import annotations
 
@@ -55,43 +55,42 @@ class WorkerSelector:
         num_emitted = len(spec.token_ids) - spec.num_prompt_tokens
         return Prompt(len(spec.token_ids), keys, max(1, spec.num_expected_tokens - num_emitted), hash_block_keys)
 
-    async def place(self, choice: Choice, spec: SequenceSpec, prompt: Prompt) -> Assignment:
-        """Place a choice, and wait up to `router.worker_wait_s` until workers are ready for it.
+    def place(self, choice: Choice, spec: SequenceSpec, prompt: Prompt, *, is_late: bool) -> Assignment | None:
+        """Return the workers of a choice; None: none is ready for it yet.
 
         Args:
             spec: the choice's sequence in this attempt.
+            is_late: `router.worker_wait_s` has passed, so it is not tried again.
 
         Raises:
             Overloaded, Unsupported: every worker that could serve it has refused it.
             NoWorker: no worker became ready in time, or none with the sampler that has drawn its tokens; or that
                 sampler is unknown and the workers have several.
         """
-        deadline = time.monotonic() + self._config.worker_wait_s
         claim, avoid = choice.claim, choice.machine.avoid
         mode = Mode.AGGREGATED if avoid.kv_transfer and self._config.mode == "auto" else self._config.mode
-        while True:
-            self._check_sampler(choice)
-            unfit = self.pools.unfit(spec)
-            excluded = avoid.refused | unfit.keys() | self.pools.unable(spec)
-            if spec.adapter is not None:
-                excluded |= self.pools.without_adapters
-            decide = self._decider(choice, spec, avoid.no_sources)
-            candidates = self.pools.candidates(
-                prompt,
-                (-claim.priority, False),
-                excluded,
-                wanted=self._wanted(choice, spec, prompt),
-                num_doubted=len(avoid.doubted),
-            )
-            trusted = _most_trusted_first(candidates, avoid.doubted)
-            placement = next((found for each in trusted if (found := decide(prompt, each, mode)) is not None), None)
-            if placement is not None:
-                believed = next(c.num_cached_tokens for c in candidates if c.worker_id == placement.computes)
-                return self._assigned(spec, prompt, placement, believed)
-            if avoid.refused:
-                raise avoid.refusal or Overloaded("every worker's queue is full; try again later")
-            self._give_up(choice, spec, unfit, is_late=time.monotonic() >= deadline)
-            await self.pools.wait_for_change(deadline - time.monotonic())
+        self._check_sampler(choice)
+        unfit = self.pools.unfit(spec)
+        excluded = avoid.refused | unfit.keys() | self.pools.unable(spec)
+        if spec.adapter is not None:
+            excluded |= self.pools.without_adapters
+        decide = self._decider(choice, spec, avoid.no_sources)
+        candidates = self.pools.candidates(
+            prompt,
+            (-claim.priority, False),
+            excluded,
+            wanted=self._wanted(choice, spec, prompt),
+            num_doubted=len(avoid.doubted),
+        )
+        trusted = _most_trusted_first(candidates, avoid.doubted)
+        placement = next((found for each in trusted if (found := decide(prompt, each, mode)) is not None), None)
+        if placement is not None:
+            believed = next(c.num_cached_tokens for c in candidates if c.worker_id == placement.computes)
+            return self._assigned(spec, prompt, placement, believed)
+        if avoid.refused:
+            raise avoid.refusal or Overloaded("every worker's queue is full; try again later")
+        self._give_up(choice, spec, unfit, is_late=is_late)
+        return None
 
     def beside(self, choice: Choice, spec: SequenceSpec, prompt: Prompt, leader: Choice) -> Assignment | None:
         """Return an assignment to the decode worker that has the prompt's KV from another choice of the request.

@@ -859,7 +859,7 @@ async def test_the_prompt_of_several_choices_is_computed_and_transferred_once() 
         async for choice, message in bench.driver.run(group):
             if not came:
                 assert (choice.index, message.token_ids) == (0, (4,))
-                assert not choice.has_begun.is_set(), "the others wait for that"
+                assert not choice.has_begun, "the others wait for that"
                 assert workers.kinds == [DecodeRequest, PrefillRequest]
                 arrives.set()
             came += message.token_ids

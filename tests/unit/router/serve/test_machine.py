@@ -24,7 +24,7 @@ from baton.errors import (
     WorkerDraining,
     WorkerFailed,
 )
-from baton.hypotheses import NO_HYPOTHESES, Hypotheses
+from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
 from baton.messages import Fetched, FirstToken, Migrate, NewTokens, PrefillReport, Transferred
 from baton.sampling import FinishReason
 from router.placement import Mode, Placement
@@ -42,6 +42,7 @@ from router.serve.machine import (
     GiveUp,
     Instruction,
     KeepOldCall,
+    LeaderBegun,
     LeaveCalls,
     NoRoom,
     OpenDecode,
@@ -81,7 +82,17 @@ def event_of(line: str) -> Event:
     rest = " ".join(words)
     match first:
         case "begun":
-            return Begun(MAX_ATTEMPTS, is_search="search" in words, has_images="images" in words)
+            return Begun(
+                MAX_ATTEMPTS,
+                num_beams=2 if "search" in words else 0,
+                follows="follows" in words,
+                has_images="images" in words,
+            )
+        case "leader":
+            return LeaderBegun()
+        case "beams":
+            beams = (Beam(token_ids=(4,), finish_reason=FinishReason.STOP),) * int(rest)
+            return NewTokens(token_ids=(), finish_reason=FinishReason.STOP, beams=beams, num_searched=1)
         case "placed":
             mode = Mode.AGGREGATED if len(words) == 1 else Mode.DISAGGREGATED
             return Placed(Placement(mode=mode, decode_worker=words[-1], prefill_worker="".join(words[:-1])))
@@ -310,6 +321,26 @@ d0 (decode): lost; d1 (decode): lost
         migrate search           -> decoding: leaves, reach; await decode migration
         pulled                   -> placing: note pull, keep old call, leave calls, go back; take the next worker
     """,
+    "a beam search that finds what the client asks for": """
+        begun search             -> placing: find place
+        placed d0                -> computing: open decode; await decode
+        beams 2                  -> ended: has kv, computed, emit ., leave calls; end
+    """,
+    "a beam search that finds too few answers": """
+        begun search             -> placing: find place
+        placed d0                -> computing: open decode; await decode
+        beams 1                  -> ended: has kv, computed, emit ., leave calls; give up: n is 2, but the beam search \
+found only 1 answers that the request allows; lower n
+    """,
+    "a choice follows another one that computes the prompt": """
+        begun follows            -> following: await leader
+        leader                   -> placing: find place
+        placed d0                -> computing: open decode; await decode
+    """,
+    "a client leaves while a choice waits for another one": """
+        begun follows            -> following: await leader
+        answered                 -> ended: leave calls; end
+    """,
     "the first tokens of a beam search, which no client gets yet": """
         begun search             -> placing: find place
         placed d0                -> computing: open decode; await decode
@@ -395,7 +426,7 @@ class Explored:
             new._carry_out(instruction)
         match new.step.then:
             case Await(sources):
-                wanted = {source for source in sources if source is not Source.MIGRATION}
+                wanted = {source for source in sources if source not in (Source.MIGRATION, Source.LEADER)}
                 assert wanted <= new.calls, f"it waits for a call that is not open: {new.history}"
                 awaits_move = new.is_moving and new.machine.state is State.DECODING
                 assert (Source.MIGRATION in sources) == awaits_move, new.history
@@ -450,6 +481,9 @@ class Explored:
 
     def _events_of(self, source: Source) -> Iterator[tuple[Event, bool]]:
         state, name = self.machine.state, "p0" if source is Source.PREFILL else "d0"
+        if source is Source.LEADER:
+            yield LeaderBegun(), False
+            return
         if source is Source.MIGRATION:
             yield Fetched(num_tokens=1), False
             yield Stays(), False
@@ -492,8 +526,8 @@ class Explored:
 
 def test_in_every_order_of_two_failures_nothing_is_lost_twice_or_left() -> None:
     """In every state: a worker dies, leaves, fails to transfer; the deadline, a preemption, the client leaves."""
-    start = Explored().after(Begun(MAX_ATTEMPTS))
-    seen, ways, ends = {start.key()}, [start], list[Explored]()
+    ways = [Explored().after(Begun(MAX_ATTEMPTS, follows=follows)) for follows in (False, True)]
+    seen, ends = {way.key() for way in ways}, list[Explored]()
     states_of_faults: dict[str, set[State]] = {}
     while ways:
         way = ways.pop()
@@ -508,9 +542,9 @@ def test_in_every_order_of_two_failures_nothing_is_lost_twice_or_left() -> None:
                 seen.add(key)
                 ways.append(new)
     waiting = set(State) - {State.PLACING, State.ENDED}
-    assert states_of_faults["CallFailed"] == waiting
+    assert states_of_faults["CallFailed"] == waiting - {State.FOLLOWING}
     assert states_of_faults["Answered"] == waiting
-    assert states_of_faults["Migrate"] == waiting - {State.REPORTING}
+    assert states_of_faults["Migrate"] == waiting - {State.REPORTING, State.FOLLOWING}
     assert states_of_faults["Refused"] == {State.COMPUTING, State.RESERVING, State.PREFILLING}
     for end in ends:
         was_ended = any(word in end.history[-1] for word in ("Answered", "Refused"))
