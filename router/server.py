@@ -45,8 +45,7 @@ from router.cluster.readiness import Readiness
 from router.cluster.registry import Registry
 from router.cluster.watch import AlertBook, AlertWatch
 from router.http_server import HttpServer, connection_limits, http_servers
-from router.placement.pool_view import UNKNOWN_LENGTH, PoolView
-from router.placement.stale_hints import HintTracker
+from router.placement.pool_view import UNKNOWN_LENGTH, HintTracker, PoolView
 from router.prompt import Tokenizer
 from router.request.model import Ingress, LoadedModel
 from router.request.resume import Journal

@@ -31,7 +31,6 @@ __all__ = [
     "operators",
     "origins",
     "paced",
-    "padding",
     "page",
     "parsing",
     "parts",

@@ -27,8 +27,7 @@ from router.admission import check_model
 from router.admission.tenants import Tenant, TenantBook, api_key_of, require_operator
 from router.api.adapter_orders import AdapterOrders
 from router.api.controller_client import ControllerClient
-from router.api.delivery import ReadAhead, deliver
-from router.api.padding import GRPC, AnswerPadding
+from router.api.delivery import GRPC, AnswerPadding, ReadAhead, deliver
 from router.request.model import UNKNOWN_INGRESS, Ingress
 from router.request.request_log import RequestFilter, RequestLog
 from router.service import RouterService

@@ -20,7 +20,7 @@ from baton.tasks import Flag
 from kvstore.leases import Noted
 from router.admission import Claim, QueueEntry
 from router.placement import Job, Placement
-from router.placement.stale_hints import Hint
+from router.placement.pool_view import Hint
 from router.serve.decisions import PlacementDecision
 from router.serve.events import EventLog
 from router.serve.images import RequestImages

@@ -34,8 +34,7 @@ from baton.telemetry.instruments import Instruments
 from baton.trust import KeyFile
 from router.admission import TTFT_DEADLINE_FACTOR, AnswerHistory, Gate, QueueEntry
 from router.placement import Job, Placement, Prediction, Prompt
-from router.placement.pool_view import PoolView
-from router.placement.stale_hints import HintTracker
+from router.placement.pool_view import HintTracker, PoolView
 from router.serve.choice import Assignment, Attempt, Choice, ChoiceGroup
 from router.serve.decisions import DecisionLog, PlacementDecision
 from router.serve.events import EventKind, failed_text, placed_text

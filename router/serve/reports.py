@@ -8,7 +8,7 @@ from baton.cluster import Worker
 from baton.messages import PrefillReport, Ticket, Transferred
 from baton.telemetry.instruments import Instruments
 from router.placement import PriceFit
-from router.placement.stale_hints import HintTracker
+from router.placement.pool_view import HintTracker
 from router.serve.choice import Attempt
 from router.serve.decisions import MeasuredSeconds
 from router.serve.events import EventKind

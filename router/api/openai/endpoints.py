@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from baton.api import Chat, GenerateRequest, ModelCard, PromptInput, TokenIds, check_num_tokens
+from baton.api import Chat, GenerateRequest, ModelCard, PromptInput, TokenIds, too_long
 from baton.errors import InvalidRequest
 from baton.registered_adapters import Adapters
 from baton.tools import ToolUse
@@ -86,7 +86,8 @@ def _add_vllm(app: FastAPI, service: RouterService) -> None:
         with Taking(service, request, "detokenize"):
             body = await read()
             check_model(body.model or "", service.facts, service.adapters)
-            check_num_tokens(len(body.tokens), service.facts.max_model_len)
+            if len(body.tokens) > (most := service.facts.max_model_len):
+                raise too_long(len(body.tokens), most)
             if not 0 <= min(body.tokens, default=0) <= max(body.tokens, default=0) < service.facts.vocab_size:
                 raise InvalidRequest(f"tokens must be ids from 0 to {service.facts.vocab_size - 1}", "tokens")
         text = await asyncio.to_thread(service.model.tokenizer.decode_all, body.tokens)
