@@ -255,7 +255,7 @@ def claim_of(request: GenerateRequest, tenant: Tenant, config: RouterConfig, arr
             "have the operator raise the tenant's max_priority",
             "priority",
         )
-    slo = config.slo_class(tenant.slo_class)
+    slo = config.slo_classes.get(tenant.slo_class or DEFAULT_CLASS) or config.slo_class(tenant.slo_class)
     asked = {"ttft_ms": request.ttft_ms, "itl_ms": request.itl_ms, "e2e_ms": request.e2e_ms}
     for name, value in asked.items():
         if value is not None and not 0 < value < math.inf:

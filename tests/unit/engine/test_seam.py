@@ -45,9 +45,8 @@ from engine.core.sequence import Purpose, Sequence
 from engine.core.serving import ServingEngine
 from engine.model.kv_cache import KVCache
 from engine.testing import ArithmeticRunner, expected_tokens
-from kvstore.transfer.endpoint import KvEndpoint
+from kvstore.transfer.endpoint import KvEndpoint, WorkerContext
 from kvstore.transfer.protocol.plan import layout_of
-from kvstore.worker_context import WorkerContext
 from prefill_worker.service import PrefillService
 from tests.unit.engine.core.test_engine import (
     drain,
