@@ -18,12 +18,11 @@ from baton.config import Config, RouterConfig
 from baton.errors import ConfigError
 from baton.tls import Tls, endpoint_tls
 from router.admission.tenants import TenantBook
+from router.api.browsers import Hosts
 from router.api.connections import BoundedProtocol
-from router.api.handshake import TlsListener
-from router.api.hosts import Hosts
 from router.api.http import StreamLimit, create_app, create_scraped_app, require_certificates
 from router.api.operations import Operations
-from router.api.places import ConnectionLimits, OpenConnections
+from router.api.places import ConnectionLimits, OpenConnections, TlsListener
 from router.service import RouterService
 
 UNSENT_BYTES = 16 * 2**10

@@ -5,9 +5,8 @@ share of a full router, those whose first token is predicted to come too late, a
 `accounts` refuses those beyond the tenant's own limits, which all routers share.
 """
 
-from router.admission.accounts import Accounts, Charge
+from router.admission.accounts import Accounts, Charge, Ledger, MemoryLedger, RedisLedger
 from router.admission.gate import TTFT_DEADLINE_FACTOR, AnswerHistory, Gate, ImageMemory, Limiter, QueueEntry
-from router.admission.ledger import Ledger, MemoryLedger, RedisLedger
 from router.admission.validate import (
     MAX_REQUEST_ID,
     MAX_SETTLED,

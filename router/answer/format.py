@@ -29,9 +29,8 @@ from baton.structure import LARK_HEAD, MAX_GRAMMAR_BYTES, StructuredOutputs, inv
 from baton.tools import Tool, ToolUse
 from router.answer.call_format import HERMES, CallForm, Written, form_of, known_form
 from router.answer.calls import CallIds, Calls
-from router.answer.channels import Channels
+from router.answer.channels import Channels, ReasoningReader
 from router.answer.marks import Mark, Reasoning
-from router.answer.reasoning import ReasoningReader
 from router.answer.tag_rules import SPACE, rules_of_tags, tag_rules
 
 if TYPE_CHECKING:

@@ -23,22 +23,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton.cluster import VERSION
 from baton.errors import BatonError, Forbidden, Overloaded, QuotaExceeded, Unauthenticated
 from router.admission.tenants import TenantBook, api_key_of, require_operator
-from router.api.apis import add_apis, error_body
+from router.api.answering import refusal_of
+from router.api.apis import OPENAPI_PATH, add_apis, error_body
+from router.api.browsers import ANY, FOR_OPERATORS, Hosts, Origins
 from router.api.connections import CERTIFICATE_NAMES
 from router.api.delivery import ReadAhead
-from router.api.document import OPENAPI_PATH
 from router.api.exchange import REQUEST_ID, JsonAnswer, id_headers, limit_headers
-from router.api.hosts import ANY, Hosts
-from router.api.methods import LongText, Methods
-from router.api.operations import Operations, add_operations
-from router.api.operators import RELEASE
-from router.api.origins import FOR_OPERATORS, Origins
-from router.api.paced import PacedWork
+from router.api.operations import RELEASE, Operations, add_operations, add_requests
 from router.api.page import FILES, add_page
-from router.api.parsing import BodyParser
-from router.api.requests import add_requests
-from router.api.routes import BodyRoute, answers
-from router.api.taking import refusal_of
+from router.api.parsing import BodyParser, PacedWork
+from router.api.routes import BodyRoute, LongText, Methods, answers
 from router.api.unserved import why_unserved
 from router.service import RouterService
 

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from baton.api import Chat, PromptInput, Text, TokenIds, Truncation, TruncationSide
 from baton.blocks import cache_seed
 from baton.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
-from baton.messages import ROUTERS_SAMPLING, SequenceSpec
+from baton.messages import ROUTERS_SAMPLING, PlacedImage, SeenImage, SequenceSpec
 from baton.sampling import DRY_BREAKERS, MAX_BAD_WORD_TOKENS, SamplingParams
 from baton.sandbox import ReplyKind
 from baton.structure import COMPILE_S, StructuredOutputs, invalid_structure, loosened, refused_structure, schemas_of
@@ -450,3 +450,36 @@ def _verdict(reply: Reply) -> _Verdict:
         case _:
             told = "it ends the compiler"
     return _Verdict(told, is_too_much=True)
+
+
+def with_images(
+    prompt_ids: Sequence[int], placeholder: int, seen: Sequence[SeenImage]
+) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
+    """Return a prompt with each image's tokens in place of its placeholder, and the places of the images.
+
+    Args:
+        prompt_ids: tokens of the rendered chat, with one placeholder per image, in the images' order.
+        placeholder: the token that stands for an image.
+
+    Raises:
+        InvalidRequest: the prompt does not have one placeholder per image. A client cannot add any: see
+            `router.prompt.literal`.
+    """
+    num_places = prompt_ids.count(placeholder)
+    if num_places != len(seen):
+        raise InvalidRequest(
+            f"the model's chat template writes {num_places} places for {len(seen)} images; send images in a "
+            "user's message only, and no special tokens of the model",
+            "messages",
+        )
+    token_ids: list[int] = []
+    placed: list[PlacedImage] = []
+    begin = 0
+    for image in seen:
+        end = prompt_ids.index(placeholder, begin)
+        token_ids += prompt_ids[begin:end]
+        placed.append(image.placed(len(token_ids)))
+        token_ids += image.token_ids
+        begin = end + 1
+    token_ids += prompt_ids[begin:]
+    return tuple(token_ids), tuple(placed)

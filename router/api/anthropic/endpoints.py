@@ -7,13 +7,12 @@ from fastapi.responses import JSONResponse, Response
 
 from baton.api import GenerateRequest
 from router.admission import check_model
-from router.api.answering import Asked, answered, chunks_of
+from router.api.answering import Asked, Taking, answered, chunks_of
 from router.api.anthropic.body import CountTokensBody, MessageBody
 from router.api.anthropic.events import MessageForm
 from router.api.anthropic.prompt import chat_of
 from router.api.exchange import id_headers, ignored_of, named
 from router.api.routes import STREAMED, Reader
-from router.api.taking import Taking
 from router.service import RouterService
 
 

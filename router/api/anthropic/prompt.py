@@ -13,24 +13,22 @@ from baton.errors import InvalidRequest
 from baton.images import image_in_base64
 from baton.nesting import check_levels
 from baton.tools import ANY_TOOL, Tool, ToolChoice, ToolUse
-from router.api.anthropic.blocks import (
-    ImageBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-)
 from router.api.anthropic.body import (
     AnyToolBody,
     AutoToolBody,
     CountTokensBody,
+    ImageBlock,
     NoToolBody,
     OneToolBody,
+    TextBlock,
+    ThinkingBlock,
     ThinkingDisabledBody,
     ToolBody,
+    ToolResultBlock,
+    ToolUseBlock,
 )
 from router.api.efforts import Effort, set_effort, thinking_switch
-from router.api.ignored import Ignored
+from router.api.fields import Ignored
 from router.prompt import ChatTemplate
 
 ERROR = "Error: "

@@ -8,8 +8,8 @@ from typing import Any
 
 from baton.api import PromptInput, Text, TokenIds
 from baton.errors import InvalidRequest
+from router.api.answering import MAX_PROMPTS
 from router.api.openai.body import Body
-from router.api.several import MAX_PROMPTS
 from router.prompt import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16

@@ -19,16 +19,13 @@ from baton.registered_adapters import Adapters
 from baton.tools import ToolUse
 from router.admission import check_model
 from router.admission.tenants import Tenant
-from router.api.answering import Asked, answered, chunks_of
+from router.api.answering import Asked, Taking, answered, chunks_of
 from router.api.exchange import JsonAnswer, ascii_json, id_headers, ignored_of, named
-from router.api.openai.answers import Shape
+from router.api.openai.answers import CompletionForm, Shape
 from router.api.openai.body import SloBody
-from router.api.openai.chat import ChatBody, prompt_of
+from router.api.openai.chat import ChatBody, DetokenizeBody, TokenizeBody, description_of, prompt_of
 from router.api.openai.completions import DEFAULT_COMPLETION_TOKENS, CompletionBody
-from router.api.openai.form import CompletionForm
-from router.api.openai.tokens import DetokenizeBody, TokenizeBody, description_of
 from router.api.routes import STREAMED, Reader
-from router.api.taking import Taking
 from router.service import RouterService
 
 

@@ -9,16 +9,14 @@ from fastapi.responses import JSONResponse, Response
 
 from baton.api import GenerateRequest
 from router.admission import check_model
-from router.api.answering import Asked, answered, chunks_of
+from router.api.answering import Asked, Taking, answered, chunks_of
 from router.api.exchange import id_headers, ignored_of, named
 from router.api.openai import SloBody
-from router.api.responses.body import InputBody, ResponsesBody
-from router.api.responses.form import ResponseForm
-from router.api.responses.head import head_of
+from router.api.responses.body import InputBody, ResponsesBody, head_of
 from router.api.responses.prompt import chat_of
 from router.api.responses.tools import Functions
+from router.api.responses.writer import ResponseForm
 from router.api.routes import STREAMED, Reader
-from router.api.taking import Taking
 from router.service import RouterService
 
 

@@ -8,9 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from baton.chat import MAX_NAME
-from router.api.fields import Refusal, WithoutEffect
-from router.api.strict import Listed, StrictBody
-from router.api.unions import ByType, OrText
+from router.api.fields import ByType, Listed, OrText, Refusal, StrictBody, WithoutEffect
 
 _ITEM_ID = WithoutEffect("it names a stored item, and items are not stored")
 _STATUS = WithoutEffect("finished and unfinished items are treated alike")

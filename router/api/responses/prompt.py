@@ -12,7 +12,7 @@ from baton.chat import WITH_IMAGES, ChatMessage, content_of, tool_call
 from baton.errors import InvalidRequest
 from baton.images import image_in_url
 from router.api.efforts import Effort, Template, set_effort, variables_of
-from router.api.ignored import Ignored
+from router.api.fields import Ignored
 from router.api.responses.body import InputBody
 from router.api.responses.items import (
     CustomCallItem,

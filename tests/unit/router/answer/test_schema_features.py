@@ -18,7 +18,7 @@ from baton.structure import StructuredOutputs, loosened
 from router.answer import call_format, with_tool_choice
 from router.api.anthropic.body import MessageBody
 from router.api.anthropic.prompt import chat_of as messages_chat_of
-from router.api.ignored import Ignored
+from router.api.fields import Ignored
 from router.api.openai.chat import ChatBody
 from router.api.responses.body import ResponsesBody
 from router.api.responses.prompt import chat_of as responses_chat_of

@@ -18,7 +18,7 @@ import uvicorn
 import uvloop
 
 from baton.tls import Tls
-from router.api import handshake
+from router.api import places as handshake
 from router.api.connections import BoundedProtocol
 from router.api.places import ConnectionLimits, OpenConnections
 from router.http_server import HttpServer, bound

@@ -23,7 +23,7 @@ from router.admission.tenants import DEFAULT_TENANT
 from router.api.http import create_app
 from router.api.responses import items
 from router.api.responses import tools as our_tools
-from router.api.responses.fields import REFUSED
+from router.api.responses.body import REFUSED
 from router.prompt import ChatTemplate
 from router.request.bodies import BodyBook
 from router.request.model import Ingress

@@ -27,9 +27,10 @@ from pydantic import BaseModel
 from baton.sampling import SamplingParams
 from router.api.openai.chat import ChatBody
 from router.api.responses import body as bodies
-from router.api.responses import items, text
+from router.api.responses import body as text
+from router.api.responses import items
 from router.api.responses import tools as our_tools
-from router.api.responses.fields import REFUSED, REFUSED_OF_INPUT, WITHOUT_EFFECT
+from router.api.responses.body import REFUSED, REFUSED_OF_INPUT, WITHOUT_EFFECT
 
 
 def members(union: Any) -> list[Any]:
