@@ -17,7 +17,6 @@ __all__ = [
     "answer",
     "api",
     "cluster",
-    "http_server",
     "placement",
     "process",
     "prompt",

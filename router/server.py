@@ -33,14 +33,13 @@ from router.admission import Accounts, Ledger, Limiter, ModelFacts, RedisLedger,
 from router.admission.tenants import TenantBook, TenantsFile
 from router.answer import AnswerFormat
 from router.api.grpc_api import MAX_MESSAGE_BYTES, SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
+from router.api.http import HttpServer, connection_limits, http_servers
 from router.api.operations import Operations
 from router.api.orders import AdapterOrders, ControllerClient
 from router.api.places import OpenConnections
 from router.cluster.history import ClusterHistory, HistoryStore, RedisHistory
-from router.cluster.load import LoadMeter
 from router.cluster.registry import Dependencies, Readiness, Registry
-from router.cluster.watch import AlertBook, AlertWatch
-from router.http_server import HttpServer, connection_limits, http_servers
+from router.cluster.watch import AlertBook, AlertWatch, LoadMeter
 from router.placement.pool_view import UNKNOWN_LENGTH, HintTracker, PoolView
 from router.prompt import Tokenizer
 from router.request.model import Ingress, LoadedModel

@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute
 
 from baton.errors import BatonError, InvalidRequest, UnknownField, Unsupported
 from router.api import anthropic, openai, responses
-from router.api.anthropic import errors as anthropics
+from router.api.anthropic import events as anthropics
 from router.api.browsers import FOR_OPERATORS
 from router.api.exchange import ascii_json
 from router.api.fields import MARKS, field_names

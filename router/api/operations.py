@@ -37,8 +37,7 @@ from router.api.orders import AdapterOrders, ControllerClient
 from router.api.places import OpenConnections
 from router.api.routes import Reader, answers
 from router.cluster.history import SLOT_S, ClusterHistory
-from router.cluster.load import LoadMeter, RouterLoad
-from router.cluster.watch import Alert, AlertBook
+from router.cluster.watch import Alert, AlertBook, LoadMeter, RouterLoad
 from router.request.request_log import RequestFilter
 from router.serve.worker_client import WorkerClient
 from router.service import RouterService

@@ -22,7 +22,7 @@ from baton.tasks import paced
 from baton.telemetry.instruments import Instruments
 from kvstore.index import Mirror, Owners, Position
 from router.placement import Candidate, Job, LoadTracker, Prompt, Residence, Turn
-from router.placement.order import LEAST_LOADED, LoadOrders
+from router.placement.load import LEAST_LOADED, LoadOrders
 from router.placement.policy import session_of
 
 SLICE_S = 0.002

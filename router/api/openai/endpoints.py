@@ -22,9 +22,8 @@ from router.admission.tenants import Tenant
 from router.api.answering import Asked, Taking, answered, chunks_of
 from router.api.exchange import JsonAnswer, ascii_json, id_headers, ignored_of, named
 from router.api.openai.answers import CompletionForm, Shape
-from router.api.openai.body import SloBody
+from router.api.openai.body import DEFAULT_COMPLETION_TOKENS, CompletionBody, SloBody
 from router.api.openai.chat import ChatBody, DetokenizeBody, TokenizeBody, description_of, prompt_of
-from router.api.openai.completions import DEFAULT_COMPLETION_TOKENS, CompletionBody
 from router.api.routes import STREAMED, Reader
 from router.service import RouterService
 

@@ -34,8 +34,7 @@ from router.api.orders import AdapterOrders
 from router.api.parsing import PacedWork
 from router.api.places import ConnectionLimits, OpenConnections
 from router.cluster.history import ClusterHistory, MemoryHistory
-from router.cluster.load import LoadMeter
-from router.cluster.watch import AlertBook, AlertWatch
+from router.cluster.watch import AlertBook, AlertWatch, LoadMeter
 from router.serve.worker_client import WorkerClient
 from tests.support.builders import cluster_status, worker
 from tests.support.described import check_described

@@ -21,7 +21,7 @@ from baton.telemetry.request_metrics import RequestMetrics
 from baton.tools import Tool, ToolChoice, ToolUse
 from router.admission.tenants import DEFAULT_TENANT
 from router.api.http import create_app
-from router.api.responses import items
+from router.api.responses import body as items
 from router.api.responses import tools as our_tools
 from router.api.responses.body import REFUSED
 from router.prompt import ChatTemplate
