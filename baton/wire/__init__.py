@@ -1,8 +1,8 @@
 """Conversion between protobuf and domain values, one file per contract; no other code uses protobuf.
 
 The contracts are in `proto/`: `inference` for clients, `worker` for routers and workers, `kv` for two workers, `admin`
-for operators. `fields` limits the contents of a client's message, and rejects or avoids fields of other releases;
-`convert` has the shared functions.
+for operators. `convert` has the shared functions; it limits the contents of a client's message, and rejects or avoids
+fields of other releases.
 """
 
 from baton.wire.admin import (
@@ -23,9 +23,9 @@ from baton.wire.admin import (
     timelines,
     workers_response,
 )
-from baton.wire.convert import MAX_CONTROL_BYTES
-from baton.wire.fields import (
+from baton.wire.convert import (
     KNOWN_FIELDS,
+    MAX_CONTROL_BYTES,
     PERMIT_FIELD,
     Unreadable,
     check_known,

@@ -14,8 +14,7 @@ from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
 from baton.structure import MAX_GRAMMAR_BYTES, MAX_STRUCTURE_CHOICES
 from baton.v1 import worker_pb2
-from baton.wire.convert import MAX_CONTROL_BYTES, Oneof, from_pb, require_short, to_pb
-from baton.wire.fields import fields_in, unknown_field
+from baton.wire.convert import MAX_CONTROL_BYTES, Oneof, fields_in, from_pb, require_short, to_pb, unknown_field
 from baton.wire.inference import sampling_from_pb, write_sampling
 
 MAX_COMMANDS = 1024
