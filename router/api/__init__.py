@@ -22,7 +22,6 @@ __all__ = [
     "orders",
     "page",
     "parsing",
-    "parts",
     "places",
     "responses",
     "routes",

@@ -22,7 +22,7 @@ from router.api.anthropic import events as anthropics
 from router.api.browsers import FOR_OPERATORS
 from router.api.exchange import ascii_json
 from router.api.fields import MARKS, field_names
-from router.api.openai import errors as openais
+from router.api.openai import answers as openais
 from router.api.routes import BodyRoute, LongText
 from router.api.unserved import is_anthropics
 from router.service import RouterService

@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 from baton.api import GenerateChunk, Usage
 from baton.errors import BatonError, InvalidRequest, Unsupported
 from baton.sampling import FinishReason
+from router.api.answering import PartBegin, PartEnd, PartEvent, PartKind, PartMore, Parts
 from router.api.exchange import event
-from router.api.parts import PartBegin, PartEnd, PartEvent, PartKind, PartMore, Parts
 
 STOP_REASONS = {
     FinishReason.STOP: "end_turn",

@@ -12,9 +12,9 @@ from typing import Any
 from baton.api import GenerateChunk, Timing, Usage
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.sampling import FinishReason
+from router.api.answering import PartBegin, PartEnd, PartKind, PartMore, Parts
 from router.api.exchange import event
 from router.api.openai import error_body
-from router.api.parts import PartBegin, PartEnd, PartKind, PartMore, Parts
 
 INCOMPLETE: Mapping[FinishReason | None, str] = {
     FinishReason.LENGTH: "max_output_tokens",

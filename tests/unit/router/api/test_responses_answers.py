@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from baton.api import GenerateChunk
 from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerFailed
 from baton.sampling import FinishReason
-from router.api.parts import PartKind
+from router.api.answering import PartKind
 from router.api.responses.body import ResponsesBody, head_of
 from router.api.responses.writer import ResponseForm, ResponseWriter
 from tests.support.chunks import CUTS, USAGE, Said, answers, chunks_of
