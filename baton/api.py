@@ -159,7 +159,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """The life of a request's first choice in seconds, on the router's clock. `router.slo` defines the stages."""
+    """The life of a request's first choice in seconds, on the router's clock. `router.timeline.folds` has them."""
 
     ttft_s: float = 0.0
     total_s: float = 0.0

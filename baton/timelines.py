@@ -30,7 +30,7 @@ DEFAULT_LIMIT, MAX_LIMIT = 50, 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """Seconds of a request's life in each stage, which `router.slo` defines."""
+    """Seconds of a request's life in each stage, which `router.timeline.folds` defines."""
 
     queue: float = 0.0
     decode_admission: float = 0.0
@@ -98,7 +98,7 @@ class TimelineEvent:
     at_s: float
     """Seconds since the arrival."""
     what: str
-    """The kind: a value of `router.serve.events.EventKind`."""
+    """The kind, such as placed or failed; see `router.timeline.explain`."""
     choice_index: int = 0
     attempt: int = 0
     worker: str = ""

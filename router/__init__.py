@@ -3,7 +3,8 @@
 api         gRPC, HTTP, OpenAI's API, the web page
 process.py  `python -m router`: settings, signals, the event loop
 service.py  the life of a request, in order
-request     state of a whole request: usage and metrics, journal and resuming
+request     state of a whole request: journal and resuming, moderation
+timeline    what happened to a request, and everything that is reported of it
 admission   tenants, validation, limits, deadlines
 prompt      chat template and tokenizer
 placement   choice of workers: a pure policy over a view of the pools
@@ -24,5 +25,5 @@ __all__ = [
     "serve",
     "server",
     "service",
-    "slo",
+    "timeline",
 ]

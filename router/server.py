@@ -42,15 +42,15 @@ from router.cluster.registry import Dependencies, Readiness, Registry
 from router.cluster.watch import AlertBook, AlertWatch, LoadMeter
 from router.placement.pool_view import UNKNOWN_LENGTH, HintTracker, PoolView
 from router.prompt import Tokenizer
-from router.request.model import Ingress, LoadedModel
+from router.request.model import LoadedModel
 from router.request.resume import Journal
-from router.request.usage_log import UsageBook, UsageFile
-from router.request.usage_marks import MarkStore, RedisMarks
-from router.serve.decisions import DecisionLog
 from router.serve.driver import ChoiceDriver
 from router.serve.images import ImageLooker
 from router.serve.worker_client import WorkerClient
 from router.service import RouterService
+from router.timeline.log import Ingress
+from router.timeline.usage_log import UsageBook, UsageFile
+from router.timeline.usage_marks import MarkStore, RedisMarks
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -205,7 +205,7 @@ def build(config: Config) -> Router:
     model = _load_model(config)
     store = _Store.connect(config, model.content_id, keys, link.tls, endpoint)
     pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
-    client, slo_counts, decisions = WorkerClient(keys, link.tls), SloCounts(), DecisionLog()
+    client, slo_counts = WorkerClient(keys, link.tls), SloCounts()
     rpc, grpc_port = _bind(config, tenants, endpoint)
     registry = _registry(config, model, store, pools, client=client, slo_counts=slo_counts, bound=(rpc, grpc_port))
     readiness = Readiness(pools, config.router.mode == "disaggregated", config.router.worker_wait_s, time.monotonic)
@@ -215,7 +215,7 @@ def build(config: Config) -> Router:
     usage_book = UsageBook(usage_file, store.marks, instruments, registry.num_routers)
     service = RouterService(
         model,
-        driver=_driver(config, store, pools, client=client, decisions=decisions, instruments=instruments, keys=keys),
+        driver=_driver(config, store, pools, client=client, instruments=instruments, keys=keys),
         looker=ImageLooker(pools=pools, client=client, config=config.router),
         limiter=Limiter(config.router.max_in_flight),
         accounts=accounts,
@@ -357,7 +357,6 @@ def _driver(
     pools: PoolView,
     *,
     client: WorkerClient,
-    decisions: DecisionLog,
     instruments: Instruments,
     keys: KeyFile | None,
 ) -> ChoiceDriver:
@@ -365,7 +364,6 @@ def _driver(
         pools=pools,
         client=client,
         hints=HintTracker(store.mirror, instruments),
-        decisions=decisions,
         config=config.router,
         instruments=instruments,
         keys=keys,

@@ -10,8 +10,8 @@
    fails.
 5. Write the text. Incremental detokenization and stop strings (`router.answer`). If moderation is configured, new text
    waits for its verdict (`router.request.moderation`).
-6. Settle. Record usage, timing, metrics and the request's spans exactly once, however the request ended. This includes
-   whether it met its objectives and, if not, which stage is to blame (`router.request.settlement`, `router.slo`).
+6. Report. Usage, timing, metrics, spans, and whether it met its objectives and which stage is to blame if not, are
+   derived once from the request's timeline, however it ended (`router.timeline`).
 
 Closing the stream early, at any step, cancels the request everywhere: each step frees what it holds as it unwinds.
 
@@ -59,14 +59,12 @@ from router.admission import (
 from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.answer import AnswerChunks, AnswerPlan, AnswerSelection, AnswerWriter, with_reasoning, with_tool_choice
 from router.prompt import PromptEncoder, SequenceBuilder, StructureChecker, in_tokens, with_images
-from router.request.bodies import BodyBook
-from router.request.model import UNKNOWN_INGRESS, Ingress, LoadedModel
+from router.request.model import LoadedModel
 from router.request.moderation import ModeratedAnswer, Moderator
-from router.request.request_log import RequestLog
 from router.request.resume import Call, CallsInFlight, Journal, digest_of, only_delivered, with_delivered
-from router.request.settlement import Settlement
-from router.request.usage_log import UsageBook
 from router.serve import Choice, ChoiceDriver, ChoiceGroup, ImageLooker, RequestImages
+from router.timeline.log import UNKNOWN_INGRESS, Ingress, RequestLog
+from router.timeline.usage_log import UsageBook
 
 
 class _Prompt(NamedTuple):
@@ -108,8 +106,13 @@ class RouterService:
     ) -> None:
         self.model = model
         self.calls = CallsInFlight()
-        self.requests = RequestLog(config.id)
-        self.bodies = BodyBook(self.requests, instruments, model.facts.id)
+        self.requests = RequestLog(
+            config.id,
+            model_id=model.facts.id,
+            instruments=instruments,
+            slo_counts=slo_counts,
+            usage_book=usage_book,
+        )
         self._worker_limit = worker_limit
         self._adapters = adapters
         self._driver = driver
@@ -118,10 +121,7 @@ class RouterService:
         self._limiter = limiter
         self._accounts = accounts
         self._journal = journal
-        self._usage_book = usage_book
-        self._instruments = instruments
         self._config = config
-        self._slo_counts = slo_counts
         self._moderator = Moderator.of(config, instruments)
         self._encoder = PromptEncoder(model.tokenizer)
         self._structures = StructureChecker(
@@ -208,12 +208,13 @@ class RouterService:
             Conflict: another call has taken over the request.
         """
         facts = self.facts.of(tenant)
-        with self.requests.keeping(self._settlement(request, tenant, ingress, trace)) as settle:
+        with self.requests.recording(request, tenant, ingress, trace, self.name_of(request.model)) as recording:
+            timeline = recording.timeline
             adapter = check_model(request.model, facts, self._adapters())
             check_request_id(request.request_id)
-            claim = settle.claim = claim_of(request, tenant, self._config, settle.arrived_s)
+            claim = timeline.claim = claim_of(request, tenant, self._config, timeline.arrived_s)
             key = RecordKey(tenant.id, request.request_id or f"req-{uuid.uuid4().hex}")
-            settle.request_id = key.request_id
+            timeline.request_id = key.request_id
             params = sampling_params(request.sampling, facts)
             check_resume(request, params)
             past = await self.calls.take_over(key) if request.resume_from else None
@@ -222,35 +223,35 @@ class RouterService:
                 self.calls.entered(key) as call,
                 self._image_memory.holding(request.prompt, tenant.id) as encoded,
             ):
-                settle.charge = self._accounts.arrive(tenant, params.num_answers)
+                recording.charge = self._accounts.arrive(tenant, params.num_answers)
                 prompt = await self._prompt(request, encoded, params, tenant)
                 params = with_lengths(
                     params, request.sampling, len(prompt.token_ids), facts, shortens=request.shortens_answer
                 )
                 check_resume(request, params)
                 params, plan = await self._planned(request.prompt, prompt.token_ids, params, tenant)
-                await settle.charge.book(len(prompt.token_ids), self._num_to_reserve(request, params))
+                await recording.charge.book(len(prompt.token_ids), self._num_to_reserve(request, params))
                 spec = self._sequence(key.request_id, prompt, params, tenant, adapter)
                 digest = digest_of(self.model.content_id, spec)
                 noted = await self._begun(key, digest, params, request.resume_from, past)
-                group = ChoiceGroup.begin(spec, claim, settle.trace, params.num_answers, noted, images=prompt.images)
+                group = ChoiceGroup.begin(spec, claim, recording.trace, params.num_answers, noted, images=prompt.images)
                 call.begin(digest, group)
-                settle.begin(group, params, request.resume_from, digest)
+                recording.admitted(group.timelines, params, len(prompt.token_ids), request.resume_from, digest)
                 selection = AnswerSelection(params, request.resume_from)
                 writers = self._writers(request, group, params, plan)
                 with self._journal.noting(key, digest, group.choices):
                     async with contextlib.aclosing(_replayed(writers)) as chunks:
                         async for chunk in chunks:
-                            for ready in selection.take(settle.drawn(chunk)):
-                                yield settle.book(ready)
+                            for ready in selection.take(recording.drawn(chunk)):
+                                yield recording.sent(ready)
                                 call.goes_on()
                     async with contextlib.aclosing(self._driver.run(group.unanswered())) as messages:
                         async for choice, message in messages:
                             for chunk in await self._written(choice, message, writers[choice]):
-                                for ready in selection.take(settle.drawn(chunk)):
-                                    yield settle.book(ready)
+                                for ready in selection.take(recording.drawn(chunk)):
+                                    yield recording.sent(ready)
                                     call.goes_on()
-            self._limiter.record(time.monotonic() - settle.arrived_s)
+            self._limiter.record(time.monotonic() - timeline.arrived_s)
 
     async def _written(self, choice: Choice, message: NewTokens, writer: ModeratedAnswer) -> Sequence[GenerateChunk]:
         """Return the chunks for the client from a choice's new tokens."""
@@ -330,20 +331,6 @@ class RouterService:
         if "max_tokens" not in request.sampling and not params.ignore_eos:
             num_tokens = min(num_tokens, self._config.expected_output_default)
         return num_tokens * (params.num_beams if params.use_beam_search else params.num_answers)
-
-    def _settlement(
-        self, request: GenerateRequest, tenant: Tenant, ingress: Ingress, trace: Context | None
-    ) -> Settlement:
-        return Settlement(
-            request,
-            tenant,
-            ingress,
-            model_id=self.name_of(request.model),
-            trace=trace,
-            instruments=self._instruments,
-            slo_counts=self._slo_counts,
-            usage_book=self._usage_book,
-        )
 
     async def _planned(
         self, prompt: PromptInput, prompt_ids: Sequence[int], params: SamplingParams, tenant: Tenant

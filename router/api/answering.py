@@ -43,9 +43,8 @@ from router.api.exchange import (
     unless_disconnected,
 )
 from router.api.fields import LEFT_OUT, UNSUPPORTED
-from router.request.bodies import RefusedBody
-from router.request.model import Ingress
 from router.service import RouterService
+from router.timeline.log import Ingress, RefusedBody
 
 PATIENCE_S = 5.0
 """Longest wait for the first chunk before a stream's headers are sent. An error before the headers sets the status."""
@@ -291,7 +290,7 @@ class Taking:
         match error:
             case None:
                 if names := ignored_of(self._request).names:
-                    self._service.bodies.ignored(map(self._label, names))
+                    self._service.requests.ignored(map(self._label, names))
             case RequestValidationError():
                 self._refused(refusal_of(error))
             case BatonError() | HTTPException():
@@ -307,7 +306,7 @@ class Taking:
             error=error,
             field=self._label(param) if param else "",
         )
-        self._service.bodies.refused(refused)
+        self._service.requests.refused(refused)
 
     def _label(self, name: str) -> str:
         """Return the name of a field without its path, or `other` if no API declares it."""

@@ -27,9 +27,8 @@ from router.admission import check_model
 from router.admission.tenants import Tenant, TenantBook, api_key_of, require_operator
 from router.api.delivery import GRPC, AnswerPadding, ReadAhead, deliver
 from router.api.orders import AdapterOrders, ControllerClient
-from router.request.model import UNKNOWN_INGRESS, Ingress
-from router.request.request_log import RequestFilter, RequestLog
 from router.service import RouterService
+from router.timeline.log import UNKNOWN_INGRESS, Ingress, RequestFilter, RequestLog
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 """Longest message of a client: the default of gRPC servers. The call is admitted before its message is received, and

@@ -38,9 +38,9 @@ from router.api.places import OpenConnections
 from router.api.routes import Reader, answers
 from router.cluster.history import SLOT_S, ClusterHistory
 from router.cluster.watch import Alert, AlertBook, LoadMeter, RouterLoad
-from router.request.request_log import RequestFilter
 from router.serve.worker_client import WorkerClient
 from router.service import RouterService
+from router.timeline.log import RequestFilter
 
 NO_STORE = {"Cache-Control": "no-store"}
 MAX_LOG_LINES = 200

@@ -1,4 +1,4 @@
-"""The served model, and the address at which a request arrived."""
+"""The served model."""
 
 from __future__ import annotations
 
@@ -21,17 +21,3 @@ class LoadedModel:
     content_id: str
     facts: ModelFacts
     """Limits and defaults for validation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ingress:
-    """Server address at which a request arrived, for its span."""
-
-    address: str = ""
-    """Host; empty: unknown."""
-    port: int = 0
-    is_streamed: bool = True
-    """True if the client reads the answer as it comes."""
-
-
-UNKNOWN_INGRESS = Ingress()

@@ -5,14 +5,11 @@ driver          carries out its steps: places the choice, makes its calls, and p
 choice          the state of a choice, and of one attempt
 selector        chooses workers over the current pools, and waits for them
 worker_client   the calls to workers
-migration       prepares another worker for a choice whose worker leaves
 retry           what the next placement avoids after failures
-reports, events, decisions    what is recorded
 images          has workers look at the images of a request before it is placed
 """
 
 from router.serve.choice import Choice, ChoiceGroup
-from router.serve.decisions import DecisionLog
 from router.serve.driver import ChoiceDriver
 from router.serve.images import ImageLooker, RequestImages
 from router.serve.worker_client import WorkerCallError, WorkerClient
@@ -21,7 +18,6 @@ __all__ = [
     "Choice",
     "ChoiceDriver",
     "ChoiceGroup",
-    "DecisionLog",
     "ImageLooker",
     "RequestImages",
     "WorkerCallError",

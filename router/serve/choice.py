@@ -1,19 +1,23 @@
-"""State of one choice of a request, and the values that describe one attempt to serve it.
+"""State of one choice of a request, and what serves it.
 
-Choice     lives as long as the request and is mutable: the prompt, the tokens so far, the measurements
-Attempt    one placement of a choice: the current sequence and the workers that serve it
+Choice   its prompt and its tokens so far, as long as the request lives
+Run      workers and calls of its current attempt
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from opentelemetry.context import Context
 
 from baton.cluster import Worker
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
-from baton.messages import Decoding, PrefixSource, SequenceSpec
+from baton.messages import Decoding, Fetched, FirstToken, PrefixSource, SequenceSpec, Ticket, Transferred
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
 from baton.tasks import Flag
@@ -21,12 +25,10 @@ from kvstore.leases import Noted
 from router.admission import Claim, QueueEntry
 from router.placement import Job, Placement
 from router.placement.pool_view import Hint
-from router.serve.decisions import PlacementDecision
-from router.serve.events import EventLog
 from router.serve.images import RequestImages
-from router.serve.machine import ChoiceMachine
-from router.serve.worker_client import WorkerStream
-from router.slo import StageLog
+from router.serve.machine import CallFailed, ChoiceMachine, Event, NoRoom, Source, Stays
+from router.serve.worker_client import WorkerCallError, WorkerStream
+from router.timeline.events import ChoiceTimeline
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -42,13 +44,10 @@ class Choice:
     """Tokens of the answer so far, from all workers and routers that served it."""
     finish_reason: FinishReason | None = None
     """Why the engine ended the answer; None: it is still generating."""
-    num_computed: int = 0
-    """Tokens that workers have computed for it in this call, including tokens that no client gets. Tokens that are
-    computed again after a failure count once."""
     hypotheses: Hypotheses = NO_HYPOTHESES
     """State of its beam search when its worker asked for a migration; the next worker continues from it."""
     num_computed_before: int = 0
-    """Value of `num_computed` when its beam search had this state."""
+    """Value of `timeline.num_computed` when its beam search had this state."""
     sampler: str = ""
     """Name of the sampler of the latest attempt, on this router or another; it has drawn the emitted tokens."""
     is_continued: bool = False
@@ -71,26 +70,10 @@ class Choice:
     images: RequestImages | None = None
     """Images of its prompt; None: it has none."""
 
-    began_s: float = 0.0
-    """Start of the latest attempt, on the monotonic clock."""
-    stages: StageLog = field(default_factory=StageLog)
-    """Time stamps of its stages; a migration to another decode worker counts as decoding."""
-    events: EventLog = field(default_factory=EventLog)
-    """Time line of the choice, as text for operators."""
-    mode: str = ""
-    prefill_worker: str = ""
-    decode_worker: str = ""
-    source: str = ""
-    """Worker from which the placement pulls a prefix; empty: none."""
-    decision: PlacementDecision | None = None
-    """The first placement with its candidates."""
-    num_cached_tokens: int | None = None
-    """Prompt tokens that the first attempt found in caches. Later attempts do not count: they find what the first one
-    left behind."""
+    timeline: ChoiceTimeline = field(default_factory=ChoiceTimeline)
+    """What happened to it."""
     prompt_scores: TokenScores | None = None
     """Scores of the prompt that have arrived and are not yet sent to the client; None: there are none."""
-    num_seen_tokens: int = 0
-    """Leading prompt tokens seen in earlier requests: the prefix hit of an unlimited cache."""
     block_keys: tuple[bytes, ...] = ()
     """Keys of the prompt's blocks at its first placement."""
 
@@ -143,16 +126,16 @@ class Choice:
 
     def reach(self, hypotheses: Hypotheses) -> None:
         """Record the state from which its beam search continues on the next worker."""
-        self.hypotheses, self.num_computed_before = hypotheses, self.num_computed
+        self.hypotheses, self.num_computed_before = hypotheses, self.timeline.num_computed
 
     def go_back(self) -> None:
         """Forget the tokens that its beam search has drawn since its recorded state: they are computed again."""
         if self.spec.sampling.use_beam_search:
-            self.num_computed = self.num_computed_before
+            self.timeline.num_computed = self.num_computed_before
 
     def has_kv(self) -> None:
         """Record that its decode worker has the prompt's KV now, so its followers may be placed there."""
-        self.kv_is_on = self.decode_worker
+        self.kv_is_on = self.timeline.decode_worker
         self.has_begun.set()
 
 
@@ -211,9 +194,9 @@ class ChoiceGroup:
         return bool(self.choices) and self.choices[0].spec.sampling.use_beam_search
 
     @property
-    def num_computed(self) -> int:
-        """Tokens that workers have computed for all choices in this call."""
-        return sum(choice.num_computed for choice in self.choices)
+    def timelines(self) -> tuple[ChoiceTimeline, ...]:
+        """The choices' timelines."""
+        return tuple(choice.timeline for choice in self.choices)
 
     def unanswered(self) -> ChoiceGroup:
         """Return the group without the choices that are already answered."""
@@ -242,15 +225,105 @@ class Assignment:
             self.moves_from.leave()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One placement of one choice."""
+class Run:
+    """What serves a choice: workers, calls and accounting of its current attempt, and the wait for its first token."""
 
-    choice: Choice
-    spec: SequenceSpec
-    """The sequence of the choice, as sent in this attempt."""
-    assignment: Assignment
-    job: Job
-    entry: QueueEntry
-    images: tuple[bytes, ...] = field(default=(), repr=False)
-    """Encoded images for the worker that computes the prompt."""
+    def __init__(self, choice: Choice, num_expected_tokens: int) -> None:
+        self.choice = choice
+        self.num_expected_tokens = num_expected_tokens
+        self.arrived = Flag()
+        """Set when a source may have an event."""
+        self.moves_to: Assignment | None = None
+        """The workers of a migration that is prepared, or is being prepared."""
+        self.ticket: Ticket
+        self.spec: SequenceSpec
+        """The sequence of the choice, as sent in this attempt."""
+        self.assignment: Assignment
+        self.job: Job
+        self.entry: QueueEntry
+        self.images: tuple[bytes, ...] = ()
+        """Encoded images for the worker that computes the prompt."""
+        self.began_s = 0.0
+        """Start of the attempt: the router began to look for workers."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Hold nothing."""
+        self.decode: WorkerStream[Decoding] | None = None
+        self.prefill: WorkerStream[FirstToken | Transferred] | None = None
+        self.fetch: WorkerStream[Fetched] | None = None
+        """The call by which the next worker of a migration pulls the KV."""
+        self.fetch_accounting = contextlib.ExitStack()
+        self.seeks: asyncio.TimerHandle | None = None
+        """The next search for a worker to which the choice can migrate."""
+        self.found_none: NoRoom | Stays | None = None
+        """Result of the latest search; None: it has found a worker, or it is yet to come."""
+        self.accounting: contextlib.ExitStack | None = None
+        """The attempt counts on its workers; None: nothing is held."""
+        self.is_begun = False
+        """The prompt is computed."""
+        self.first_token_by_s = math.inf
+        """Deadline of the first token, on the monotonic clock."""
+        self.waits_for_room: asyncio.TimerHandle | None = None
+        """The decode worker has not answered yet."""
+        self.is_preempted = False
+
+    def wake_by(self, sources: Sequence[Source]) -> None:
+        """Let the calls among the sources wake this choice."""
+        self.arrived.clear()
+        for source in sources:
+            if (stream := self._stream(source)) is not None:
+                stream.on_arrival = self.arrived.set
+
+    def preempt(self) -> None:
+        """End the wait for the first token."""
+        self.is_preempted = True
+        self.arrived.set()
+
+    def take(self, source: Source) -> Event | None:
+        """Return the next event of a source; None: it has none yet."""
+        if source is Source.MIGRATION and self.found_none is not None:
+            found_none, self.found_none = self.found_none, None
+            return found_none
+        if (stream := self._stream(source)) is None:
+            return None
+        try:
+            event: Event | None = stream.take()
+        except WorkerCallError as failure:
+            event = CallFailed(source, failure.worker, failure.error)
+        if event is not None and source is Source.MIGRATION:
+            self.end_fetch()
+        return event
+
+    def _stream(self, source: Source) -> WorkerStream[Any] | None:
+        match source:
+            case Source.DECODE:
+                return self.decode
+            case Source.PREFILL:
+                return self.prefill
+            case Source.MIGRATION:
+                return self.fetch
+
+    def end_fetch(self) -> None:
+        """Leave the call by which the next worker of a migration pulls the KV, or the search for one; idempotent."""
+        if self.seeks is not None:
+            self.seeks.cancel()
+        if self.fetch is not None:
+            self.fetch.on_arrival = None
+            self.fetch.leave()
+        self.fetch = self.seeks = self.found_none = None
+        self.fetch_accounting.close()
+
+    async def next_tokens(self) -> Event:
+        """Return the next event of the decode worker's call, when nothing else is awaited."""
+        assert self.decode is not None
+        self.decode.on_arrival = None
+        try:
+            return await self.decode.read()
+        except WorkerCallError as failure:
+            return CallFailed(Source.DECODE, failure.worker, failure.error)
+
+    def count_unread(self) -> None:
+        """Count the tokens that wait unread on a call that is left: they were computed for the client, too."""
+        if self.is_begun and self.decode is not None:
+            self.choice.timeline.num_computed += self.decode.num_unread

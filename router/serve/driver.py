@@ -20,24 +20,23 @@ import asyncio
 import contextlib
 import logging
 import math
+import random
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Any
 
-from baton.cluster import Role, Worker, with_role
+from baton.cluster import Worker
 from baton.config import RouterConfig
-from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerFailed
-from baton.messages import Decoding, FirstToken, NewTokens, SequenceSpec, Ticket, Transferred
-from baton.tasks import Flag, cancel_and_wait
+from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerDraining, WorkerFailed
+from baton.messages import Fetched, NewTokens, PrefillReport, SequenceSpec, Ticket, Transferred
+from baton.scores import NO_SCORES
+from baton.tasks import cancel_and_wait
 from baton.telemetry.instruments import Instruments
 from baton.trust import KeyFile
 from router.admission import TTFT_DEADLINE_FACTOR, AnswerHistory, Gate, QueueEntry
-from router.placement import Job, Placement, Prediction, Prompt
+from router.placement import Job, Mode, Placement, Prediction, Prompt
 from router.placement.pool_view import HintTracker, PoolView
-from router.serve.choice import Assignment, Attempt, Choice, ChoiceGroup
-from router.serve.decisions import DecisionLog, PlacementDecision
-from router.serve.events import EventKind, failed_text, placed_text
+from router.serve.choice import Assignment, Choice, ChoiceGroup, Run
 from router.serve.machine import (
     AWAIT_DECODE,
     Answered,
@@ -57,7 +56,9 @@ from router.serve.machine import (
     KeepOldCall,
     LacksImages,
     LeaveCalls,
-    MoveReady,
+    Leaves,
+    NoRoom,
+    NotePull,
     NoteTransfer,
     OpenDecode,
     OpenPrefill,
@@ -65,107 +66,19 @@ from router.serve.machine import (
     PrepareMove,
     Reach,
     Refused,
-    Source,
     Stays,
     TimeUp,
     WorkerLeaves,
 )
-from router.serve.migration import Migration
-from router.serve.reports import Reports
 from router.serve.selector import WorkerSelector
-from router.serve.worker_client import WorkerCallError, WorkerClient, WorkerStream, num_computed
+from router.serve.worker_client import WorkerClient, num_computed
+from router.timeline import events as happened
 
 logger = logging.getLogger(__name__)
+MOVE_RETRY_S = 1.0
+"""Mean time between two searches for a worker with room to which a choice can migrate."""
 LONG_S = 5.0
 """A choice that waits longer for room on a worker makes the router disconnect stalled clients sooner."""
-
-
-class _Run:
-    """Resources of one attempt of a choice: its calls, its accounting, and the wait for its first token."""
-
-    def __init__(self, choice: Choice, num_expected_tokens: int) -> None:
-        self.choice = choice
-        self.num_expected_tokens = num_expected_tokens
-        self.arrived = Flag()
-        """Set when a source may have an event."""
-        self.moves_to: Assignment | None = None
-        """The workers of a migration that is prepared."""
-        self.ticket: Ticket
-        self._attempt: Attempt | None = None
-        self.reset()
-
-    @property
-    def attempt(self) -> Attempt:
-        """The latest attempt; there is one."""
-        assert self._attempt is not None
-        return self._attempt
-
-    def reset(self) -> None:
-        """Hold nothing."""
-        self.decode: WorkerStream[Decoding] | None = None
-        self.prefill: WorkerStream[FirstToken | Transferred] | None = None
-        self.moving: asyncio.Task[Assignment | None] | None = None
-        self.accounting: contextlib.ExitStack | None = None
-        """The attempt counts on its workers; None: nothing is held."""
-        self.is_begun = False
-        """The prompt is computed."""
-        self.first_token_by_s = math.inf
-        """Deadline of the first token, on the monotonic clock."""
-        self.waits_for_room: asyncio.TimerHandle | None = None
-        """The decode worker has not answered yet."""
-        self.is_preempted = False
-
-    def take_up(self, attempt: Attempt) -> None:
-        """Begin an attempt, which owns the old call of a migration from now on."""
-        self._attempt, self.moves_to = attempt, None
-
-    def wake_by(self, sources: Sequence[Source]) -> None:
-        """Let the calls among the sources wake this choice."""
-        self.arrived.clear()
-        for source in sources:
-            if source is not Source.MIGRATION:
-                self._stream(source).on_arrival = self.arrived.set
-
-    def preempt(self) -> None:
-        """End the wait for the first token."""
-        self.is_preempted = True
-        self.arrived.set()
-
-    def take(self, source: Source) -> Event | None:
-        """Return the next event of a source; None: it has none yet."""
-        if source is Source.MIGRATION:
-            return self._moved()
-        try:
-            event: Event | None = self._stream(source).take()
-        except WorkerCallError as failure:
-            return CallFailed(source, failure.worker, failure.error)
-        return event
-
-    def _stream(self, source: Source) -> WorkerStream[Any]:
-        stream: WorkerStream[Any] | None = self.decode if source is Source.DECODE else self.prefill
-        assert stream is not None
-        return stream
-
-    async def next_tokens(self) -> Event:
-        """Return the next event of the decode worker's call, when nothing else is awaited."""
-        assert self.decode is not None
-        self.decode.on_arrival = None
-        try:
-            return await self.decode.read()
-        except WorkerCallError as failure:
-            return CallFailed(Source.DECODE, failure.worker, failure.error)
-
-    def _moved(self) -> Event | None:
-        assert self.moving is not None
-        if not self.moving.done():
-            return None
-        self.moves_to, self.moving = self.moving.result(), None
-        return Stays() if self.moves_to is None else MoveReady()
-
-    def count_unread(self) -> None:
-        """Count the tokens that wait unread on a call that is left: they were computed for the client, too."""
-        if self.is_begun and self.decode is not None:
-            self.choice.num_computed += self.decode.num_unread
 
 
 class ChoiceDriver:
@@ -177,22 +90,19 @@ class ChoiceDriver:
         pools: PoolView,
         client: WorkerClient,
         hints: HintTracker,
-        decisions: DecisionLog,
         config: RouterConfig,
         instruments: Instruments,
         keys: KeyFile | None = None,
     ) -> None:
         self._pools = pools
         self._client = client
-        self._decisions = decisions
         self._config = config
         self._instruments = instruments
         self._history = AnswerHistory(config.expected_output_floor, config.expected_output_default)
+        self._hints = hints
         self._selector = WorkerSelector(pools=pools, hints=hints, config=config, keys=keys)
-        self._migration = Migration(client=client, selector=self._selector, instruments=instruments)
-        self._reports = Reports(hints=hints, prices=self._selector.prices, instruments=instruments)
         self._gate = Gate()
-        self._waiting: dict[QueueEntry, _Run] = {}
+        self._waiting: dict[QueueEntry, Run] = {}
         """Choices that wait for their first token."""
         self._waits_long: set[QueueEntry] = set()
 
@@ -235,7 +145,7 @@ class ChoiceDriver:
             await choice.leader.has_begun.wait()
         spec, machine = choice.spec, choice.machine
         expected = self._history.expect(choice.claim.tenant.id, spec.max_tokens, spec.sampling.ignore_eos)
-        run = _Run(choice, expected)
+        run = Run(choice, expected)
         event: Event = Begun(
             max_attempts=self._config.max_attempts,
             is_search=spec.sampling.use_beam_search,
@@ -248,13 +158,11 @@ class ChoiceDriver:
                     if isinstance(instruction, Emit):
                         tokens = instruction.tokens
                         choice.emitted += tokens.token_ids
-                        choice.num_computed += num_computed(tokens)
+                        choice.timeline.num_computed += num_computed(tokens)
                         choice.finish_reason = tokens.finish_reason
                         yield choice, tokens
                         if choice.is_answered:
                             break
-                    elif isinstance(instruction, LeaveCalls):
-                        await self._leave_calls(run)
                     else:
                         self._do(instruction, run)
                 if choice.is_answered and not isinstance(event, Answered):
@@ -279,9 +187,9 @@ class ChoiceDriver:
         finally:
             # Followers wait for this flag, so it is also set if the choice was refused, failed or was cancelled.
             choice.has_begun.set()
-            await self._leave_calls(run)
+            self._leave_calls(run)
 
-    async def _next(self, run: _Run, wanted: Await) -> Event:
+    async def _next(self, run: Run, wanted: Await) -> Event:
         """Return the next event, of the first source that has one."""
         time_up_s = math.inf if wanted.timeout_s is None else time.monotonic() + wanted.timeout_s
         while True:
@@ -294,7 +202,7 @@ class ChoiceDriver:
                 return self._refused(run, "preempted in the queue by a tenant with less queued work")
             now_s, limit_s = time.monotonic(), min(time_up_s, run.first_token_by_s)
             if now_s >= run.first_token_by_s:
-                return self._refused(run, f"no first token within {self._first_token_timeout_s(run.attempt):.1f} s")
+                return self._refused(run, f"no first token within {self._first_token_timeout_s(run):.1f} s")
             if now_s >= time_up_s:
                 return TimeUp()
             if limit_s == math.inf:
@@ -304,13 +212,12 @@ class ChoiceDriver:
                 async with asyncio.timeout(limit_s - now_s):
                     await run.arrived.wait()
 
-    def _refused(self, run: _Run, reason: str) -> Refused:
-        choice, job = run.choice, run.attempt.job
-        if choice.decision is not None:
-            choice.decision.outcome = f"refused: {reason}"
-        return Refused(Overloaded(f"{reason}; try again later", retry_after_s=max(0.1, job.compute_s)))
+    def _refused(self, run: Run, reason: str) -> Refused:
+        run.choice.timeline.add(happened.Refused(time.monotonic(), reason))
+        retry_after_s = max(0.1, run.job.compute_s)
+        return Refused(Overloaded(f"{reason}; try again later", retry_after_s=retry_after_s))
 
-    def _do(self, instruction: Instruction, run: _Run) -> None:
+    def _do(self, instruction: Instruction, run: Run) -> None:
         choice = run.choice
         match instruction:
             case OpenDecode(await_kv):
@@ -320,28 +227,33 @@ class ChoiceDriver:
             case Computed(report):
                 run.is_begun = True
                 self._waits_no_more(run)
-                self._pools.computed(run.attempt.job)
-                self._reports.prefill(run.attempt, report)
+                self._pools.computed(run.job)
+                self._computed(run, report)
             case HasKv():
                 if run.prefill is not None:
-                    choice.stages.decodes(time.monotonic())
+                    choice.timeline.add(happened.Decoded(time.monotonic(), run.spec.attempt))
                 choice.has_kv()
             case NoteTransfer(report):
-                self._reports.kv_transfer(run.ticket, run.attempt, report)
+                self._transferred(run, report)
             case Reach(hypotheses):
                 choice.reach(hypotheses)
-            case PrepareMove():
+            case Leaves():
                 assert run.decode is not None
-                run.moving = asyncio.create_task(self._migration.prepare(run.attempt, run.decode))
-                run.moving.add_done_callback(lambda _: run.arrived.set())
+                self._pools.leaves(run.decode.worker)
+            case PrepareMove(unable, waits):
+                self._prepare_move(run, unable, waits)
+            case NotePull(result):
+                self._note_pull(run, result)
             case KeepOldCall():
                 # The next attempt owns it, and begins before anything else happens. It is not read any more: the next
                 # worker computes the tokens that still arrive on it again, and draws the same ones.
                 run.decode = None
+            case LeaveCalls():
+                self._leave_calls(run)
             case GoBack():
                 choice.go_back()
             case WorkerLeaves(worker):
-                self._worker_leaves(run, worker or run.attempt.assignment.decode)
+                self._worker_leaves(run, worker or run.assignment.decode)
             case LacksImages(worker):
                 self._lacks_images(run, worker)
             case Failing(worker, error, is_last):
@@ -349,110 +261,200 @@ class ChoiceDriver:
 
     # -- the calls of an attempt ---------------------------------------------------------------------------------------
 
-    def _open_decode(self, run: _Run, await_kv: bool) -> None:
-        attempt, choice = run.attempt, run.choice
-        assignment, entry, job = attempt.assignment, attempt.entry, attempt.job
+    def _open_decode(self, run: Run, await_kv: bool) -> None:
+        choice, assignment, entry, job = run.choice, run.assignment, run.entry, run.job
         run.accounting = contextlib.ExitStack()
         run.accounting.enter_context(self._pools.decoding(assignment.decode, job))
         run.accounting.enter_context(self._pools.computing(assignment.prefill or assignment.decode, job))
         if await_kv:
-            choice.stages.asks_for_room(time.monotonic())
-            stream = self._client.decode(assignment.decode, attempt.spec, await_kv=True, trace=choice.trace)
+            stream = self._client.decode(assignment.decode, run.spec, await_kv=True, trace=choice.trace)
         else:
             stream = self._client.decode(
                 assignment.decode,
-                attempt.spec,
+                run.spec,
                 await_kv=False,
                 source=assignment.source,
-                images=attempt.images,
+                images=run.images,
                 trace=choice.trace,
             )
         run.decode = stream
         self._waiting[entry] = run
-        timeout_s = self._first_token_timeout_s(attempt)
+        timeout_s = self._first_token_timeout_s(run)
         if not (choice.emitted or choice.has_begun.is_set()):
             run.first_token_by_s = choice.claim.arrived_s + timeout_s
         late_s = LONG_S + (0.0 if await_kv else job.compute_s)
         run.waits_for_room = asyncio.get_running_loop().call_later(late_s, self._waits_long.add, entry)
 
-    def _open_prefill(self, run: _Run, ticket: Ticket) -> None:
-        attempt, assignment = run.attempt, run.attempt.assignment
+    def _open_prefill(self, run: Run, ticket: Ticket) -> None:
+        assignment = run.assignment
         assert assignment.prefill is not None
         # A KV transfer needs no permit: the router names the receiver, by the address in its lease.
         run.ticket = replace(ticket, kv_address=assignment.decode.info.address)
-        self._reports.room(attempt)
+        decode_worker = assignment.placement.decode_worker
+        run.choice.timeline.add(happened.Reserved(time.monotonic(), run.spec.attempt, decode_worker))
         run.prefill = self._client.prefill(
             assignment.prefill,
-            attempt.spec,
+            run.spec,
             run.ticket,
             source=assignment.source,
-            images=attempt.images,
+            images=run.images,
             trace=run.choice.trace,
         )
         # In a migration the prefill worker is the one that leaves, and the old call decodes on it. The new call started
         # first, so that worker is never without a call, and cannot exit before it has sent the KV.
         assignment.leave_old_call()
 
-    async def _leave_calls(self, run: _Run) -> None:
+    def _leave_calls(self, run: Run) -> None:
         """Cancel what an attempt holds; idempotent."""
         if run.accounting is None:
             return
-        try:
-            if run.moving is not None:
-                await cancel_and_wait([run.moving])
-        finally:
-            # The wait above may itself be cancelled. The calls hold reservations on workers: cancel them all the same.
-            for stream in (run.prefill, run.decode):
-                if stream is not None:
-                    stream.on_arrival = None
-                    stream.leave()
-            run.accounting.close()
-            run.attempt.assignment.leave_old_call()
-            self._has_room(run)
-            self._waits_no_more(run)
-            run.reset()
+        run.end_fetch()
+        for stream in (run.prefill, run.decode):
+            if stream is not None:
+                stream.on_arrival = None
+                stream.leave()
+        run.accounting.close()
+        run.assignment.leave_old_call()
+        self._has_room(run)
+        self._waits_no_more(run)
+        run.reset()
 
-    def _has_room(self, run: _Run) -> None:
+    def _has_room(self, run: Run) -> None:
         """Record that the decode worker has answered."""
         if run.waits_for_room is not None:
             run.waits_for_room.cancel()
             run.waits_for_room = None
-            self._waits_long.discard(run.attempt.entry)
+            self._waits_long.discard(run.entry)
 
-    def _waits_no_more(self, run: _Run) -> None:
+    def _waits_no_more(self, run: Run) -> None:
         """Record that the choice no longer waits for its first token."""
         run.first_token_by_s, run.is_preempted = math.inf, False  # a preemption that comes with the token is too late
-        self._waiting.pop(run.attempt.entry, None)
-        self._gate.left(run.attempt.entry)
+        self._waiting.pop(run.entry, None)
+        self._gate.left(run.entry)
 
     @staticmethod
-    def _first_token_timeout_s(attempt: Attempt) -> float:
+    def _first_token_timeout_s(run: Run) -> float:
         """Return the time from the request's arrival within which the first token must come."""
-        alone_s = attempt.job.compute_s if attempt.job.turn[1] else 0.0
-        return TTFT_DEADLINE_FACTOR * (attempt.choice.claim.objective.ttft_s + alone_s)
+        alone_s = run.job.compute_s if run.job.turn[1] else 0.0
+        return TTFT_DEADLINE_FACTOR * (run.choice.claim.objective.ttft_s + alone_s)
+
+    # -- migration -----------------------------------------------------------------------------------------------------
+
+    def _prepare_move(self, run: Run, unable: frozenset[str], waits: bool) -> None:
+        """Search for a worker to which the choice can migrate, and make it pull the KV that exists so far.
+
+        Then the choice is placed again in disaggregated mode, with the leaving worker as its prefill worker. That
+        worker caches all but the last few tokens, and transfers the KV that the next worker has not pulled yet as for
+        any prompt.
+        """
+        if not waits:
+            self._seek(run, unable)
+            return
+        # All choices of the leaving worker look for room at the same time: the jitter spreads them.
+        delay_s = MOVE_RETRY_S * random.uniform(0.5, 1.5)
+        run.seeks = asyncio.get_running_loop().call_later(delay_s, self._seek_again, run)
+
+    def _seek_again(self, run: Run) -> None:
+        assert run.decode is not None
+        if self._pools.stays(run.decode.worker):
+            run.found_none = Stays()
+        else:
+            self._seek(run, frozenset())
+        run.arrived.set()
+
+    def _seek(self, run: Run, unable: frozenset[str]) -> None:
+        assert run.decode is not None
+        choice, leaving, run.seeks = run.choice, run.decode.worker, None
+        prompt_ids = run.spec.token_ids[: run.spec.num_prompt_tokens]
+        spec = replace(run.spec, token_ids=prompt_ids + choice.known_ids, hypotheses=choice.hypotheses)
+        found = self._selector.destination(choice, spec, unable)
+        if found is None:
+            run.found_none = NoRoom()
+            return
+        placement, prompt = found
+        worker = self._pools.get(placement.decode_worker)
+        job = Job(
+            turn=run.entry.turn,
+            compute_s=0.0,
+            num_prompt_tokens=prompt.num_tokens,
+            num_expected_tokens=prompt.num_expected_tokens,
+        )
+        source = self._selector.source(prompt, leaving, worker, len(spec.token_ids))
+        placement = Placement(mode=Mode.DISAGGREGATED, decode_worker=worker.info.id, prefill_worker=leaving.info.id)
+        run.moves_to = Assignment(
+            placement=placement, decode=worker, prefill=leaving, source=None, hint=None, moves_from=run.decode
+        )
+        run.fetch_accounting.enter_context(self._pools.decoding(worker, job))
+        run.fetch = self._client.fetch(worker, spec, source, trace=choice.trace)
+        run.fetch.on_arrival = run.arrived.set
+
+    def _note_pull(self, run: Run, result: Fetched | CallFailed) -> None:
+        if isinstance(result, Fetched):
+            self._instruments.migrations.add(1, {"pulled": str(result.num_tokens > 0).lower()})
+            return
+        worker, error = result.worker, result.error
+        logger.warning("%s cannot migrate to %s: %s", run.spec.sequence_id, worker.info.label, error)
+        if isinstance(error, WorkerDraining):
+            self._pools.leaves(worker)
+
+    # -- what workers report ------------------------------------------------------------------------------------------
+
+    def _computed(self, run: Run, report: PrefillReport) -> None:
+        """Record that the prompt is computed and the first token has arrived, and learn from the report."""
+        hint, choice, now_s = run.assignment.hint, run.choice, time.monotonic()
+        if report.prompt_scores is not NO_SCORES:
+            if run.spec.sampling.prompt_logprobs is not None:
+                choice.prompt_scores = report.prompt_scores
+            report = replace(report, prompt_scores=NO_SCORES)
+        if hint is None:
+            return  # a migration has neither a wait in a queue nor a first token to record
+        # Pulled blocks may be evicted before the worker looks the prefix up, so the difference may be negative.
+        self._hints.settle(hint, max(0, report.num_cached_tokens - report.num_pulled_tokens))
+        if report.num_pulled_tokens:
+            self._selector.prices.pulled(report.num_pulled_tokens, report.pull_s)
+        info, num_emitted = (run.assignment.prefill or run.assignment.decode).info, len(choice.emitted)
+        choice.timeline.add(happened.Computed(now_s, run.spec.attempt, info.id, info.role, num_emitted, report))
+        prediction = run.assignment.placement.prediction
+        for what, predicted_s, measured_s in (
+            ("ttft", prediction.ttft_s, now_s - run.began_s),
+            ("compute", prediction.compute_s, report.prefill_s),
+        ):
+            if measured_s > 0:
+                self._instruments.prediction_error.record(abs(predicted_s - measured_s) / measured_s, {"of": what})
+
+    def _transferred(self, run: Run, report: Transferred) -> None:
+        """Record the prefill worker's report of the KV transfer, and learn from it."""
+        ticket = run.ticket
+        decode_worker = run.assignment.placement.decode_worker
+        run.choice.timeline.add(happened.KvTransferred(time.monotonic(), run.spec.attempt, decode_worker, report))
+        self._selector.prices.transferred(ticket.num_tokens - ticket.skip_tokens, report.exposed_s)
+        self._instruments.transfer_duration.record(report.transfer_s)
+        self._instruments.transfer_bytes.add(report.num_bytes)
 
     # -- what has gone wrong -------------------------------------------------------------------------------------------
 
-    def _worker_leaves(self, run: _Run, worker: Worker) -> None:
+    def _worker_leaves(self, run: Run, worker: Worker) -> None:
         self._pools.leaves(worker)
-        text = f"{worker.info.label} leaves its role: placed again"
-        run.choice.events.note(time.monotonic(), EventKind.LEAVING, text, run.attempt.spec.attempt, worker.info.id)
+        attempt, info = run.spec.attempt, worker.info
+        run.choice.timeline.add(happened.Left(time.monotonic(), attempt, info.id, info.role))
 
-    def _lacks_images(self, run: _Run, worker: Worker) -> None:
+    def _lacks_images(self, run: Run, worker: Worker) -> None:
         assert run.choice.images is not None
         run.choice.images.forget(worker)
-        text = f"{worker.info.label} no longer holds the images: placed again with their bytes"
-        run.choice.events.note(time.monotonic(), EventKind.IMAGES, text, run.attempt.spec.attempt, worker.info.id)
+        attempt, info = run.spec.attempt, worker.info
+        run.choice.timeline.add(happened.LackedImages(time.monotonic(), attempt, info.id, info.role))
 
-    def _failing(self, run: _Run, worker: Worker, error: BatonError, is_last: bool) -> None:
-        choice, spec = run.choice, run.attempt.spec
-        text = failed_text(worker.info, error, len(choice.emitted))
-        choice.events.note(time.monotonic(), EventKind.FAILED, text, spec.attempt, worker.info.id)
+    def _failing(self, run: Run, worker: Worker, error: BatonError, is_last: bool) -> None:
+        choice, spec, info, text = run.choice, run.spec, worker.info, happened.error_text(error)
+        num_emitted = len(choice.emitted)
+        choice.timeline.add(
+            happened.Failed(time.monotonic(), spec.attempt, info.id, info.role, num_emitted, text, is_last)
+        )
         if isinstance(error, WorkerFailed):
             self._pools.suspect(worker)
         if not is_last:
             self._instruments.retries.add(1, {"error": type(error).__name__})
-            logger.warning("%s is placed again after %d tokens: %s", spec.sequence_id, len(choice.emitted), error)
+            logger.warning("%s is placed again after %d tokens: %s", spec.sequence_id, num_emitted, error)
 
     # -- several choices -----------------------------------------------------------------------------------------------
 
@@ -515,31 +517,29 @@ class ChoiceDriver:
 
     # -- placement -----------------------------------------------------------------------------------------------------
 
-    async def _place(self, run: _Run, prepared: Assignment | None) -> Placed:
+    async def _place(self, run: Run, prepared: Assignment | None) -> Placed:
         """Place the choice, and admit it if this is its first attempt. Raises the errors of `_begin`."""
-        choice = run.choice
-        spec = choice.next_spec(time.monotonic(), run.num_expected_tokens)
-        attempt = await self._begin(choice, spec, prepared)
-        run.take_up(attempt)
-        return Placed(attempt.assignment.placement)
+        run.spec = run.choice.next_spec(time.monotonic(), run.num_expected_tokens)
+        await self._begin(run, prepared)
+        return Placed(run.assignment.placement)
 
-    def _admit(self, entry: QueueEntry, decision: PlacementDecision) -> None:
+    def _admit(self, choice: Choice, entry: QueueEntry, prediction: Prediction) -> None:
         """Admit a choice, and end the wait of the choices that it preempts.
 
         Raises:
             Overloaded: its first token would come too late.
         """
         try:
-            victims = self._gate.admit(entry, decision.prediction)
+            victims = self._gate.admit(entry, prediction)
         except Overloaded as refusal:
-            decision.outcome = f"refused: {refusal}"
+            choice.timeline.add(happened.Refused(time.monotonic(), str(refusal)))
             raise
         for victim in victims:
             self._instruments.shed.add(1, {"tenant": victim.tenant.id})
             if (run := self._waiting.get(victim)) is not None:
                 run.preempt()
 
-    async def _begin(self, choice: Choice, spec: SequenceSpec, prepared: Assignment | None) -> Attempt:
+    async def _begin(self, run: Run, prepared: Assignment | None) -> None:
         """Place a choice, and admit it if this is its first attempt.
 
         Args:
@@ -549,14 +549,15 @@ class ChoiceDriver:
             Overloaded: its first token would come too late, or every worker's queue is full.
             Unsupported, NoWorker: no worker can serve it.
         """
-        choice.began_s = time.monotonic()
+        choice, spec, timeline = run.choice, run.spec, run.choice.timeline
+        began_s = run.began_s = time.monotonic()
         prompt = self._selector.prompt(spec)
         choice.block_keys = choice.block_keys or prompt.block_keys
         if spec.attempt == 0 and spec.choice_index == 0:
             self._see_prompt(choice, prompt)
         assignment, is_admitted = prepared, bool(choice.emitted)  # with tokens, another router has admitted it
         if assignment is None:
-            choice.stages.attempt(choice.began_s)
+            timeline.add(happened.Attempted(began_s, spec.attempt, timeline.last_token_s))
             if choice.leader is not None and spec.attempt == 0:
                 assignment = self._selector.beside(choice, spec, prompt, choice.leader)
                 is_admitted = is_admitted or assignment is not None  # admitting the leader admitted its followers
@@ -569,27 +570,28 @@ class ChoiceDriver:
         choice.sampler = assignment.decode.info.sampler
         entry = QueueEntry(tenant=choice.claim.tenant, priority=choice.claim.priority, ttft_s=spec.ttft_s)
         entry.is_placed(placement)
-        if spec.attempt == 0:
-            prediction = self._predicted(entry, placement)
-            choice.decision = self._decisions.note(spec, choice.claim, placement, prediction)
-            if not is_admitted:
-                self._admit(entry, choice.decision)
-        choice.decode_worker = placement.decode_worker
+        now_s = time.monotonic()
         if prepared is None:
-            choice.mode, choice.source = placement.mode, placement.source
-            choice.prefill_worker = placement.prefill_worker
+            is_first = spec.attempt == 0
+            prediction = self._predicted(entry, placement) if is_first else placement.prediction
+            timeline.add(
+                happened.Placed(now_s, spec.attempt, now_s - began_s, placement, prediction, spec.num_expected_tokens)
+            )
+            if is_first and not is_admitted:
+                self._admit(choice, entry, prediction)
+        else:
+            timeline.add(happened.Migrated(now_s, spec.attempt, placement.decode_worker))
         self._instruments.placements.add(
             1, {"mode": placement.mode, "prefill": placement.prefill_worker, "decode": placement.decode_worker}
         )
-        self._note_placed(choice, spec, placement, is_move=prepared is not None)
-        job = Job(
+        run.assignment, run.entry, run.moves_to = assignment, entry, None
+        run.job = Job(
             turn=entry.turn,
             compute_s=entry.compute_s,
             num_prompt_tokens=prompt.num_tokens,
             num_expected_tokens=prompt.num_expected_tokens,
         )
-        images = self._carried(choice, spec, assignment) if choice.images is not None else ()
-        return Attempt(choice=choice, spec=spec, assignment=assignment, job=job, entry=entry, images=images)
+        run.images = self._carried(choice, spec, assignment) if choice.images is not None else ()
 
     def _carried(self, choice: Choice, spec: SequenceSpec, assignment: Assignment) -> tuple[bytes, ...]:
         """Return the encoded images that an attempt carries to the worker that computes the prompt."""
@@ -602,18 +604,11 @@ class ChoiceDriver:
         believed = assignment.hint.num_tokens if assignment.hint is not None else 0
         return choice.images.lacking(worker, spec, max(believed, assignment.placement.source_tokens))
 
-    def _note_placed(self, choice: Choice, spec: SequenceSpec, placement: Placement, *, is_move: bool) -> None:
-        now_s, decode_worker = time.monotonic(), placement.decode_worker
-        kind, text = EventKind.MOVED, f"continues on {with_role(decode_worker, Role.DECODE)}, which now has its KV"
-        if not is_move:
-            kind, text = EventKind.PLACED, placed_text(placement, now_s - choice.began_s)
-        choice.events.note(now_s, kind, text, spec.attempt, decode_worker)
-
     def _see_prompt(self, choice: Choice, prompt: Prompt) -> None:
         num_seen = self._instruments.prefixes.see_prompt(prompt.block_keys)
         # A worker always computes at least the last token.
         num_reusable = (choice.spec.num_prompt_tokens - 1) // self._pools.block_size
-        choice.num_seen_tokens = min(num_seen, num_reusable) * self._pools.block_size
+        choice.timeline.num_seen_tokens = min(num_seen, num_reusable) * self._pools.block_size
 
     def _predicted(self, entry: QueueEntry, placement: Placement) -> Prediction:
         """Return the prediction; a prompt that misses its objective even on an idle worker waits for all others."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from baton.cluster import Worker
 from baton.errors import BatonError, ImagesMissing, InvalidRequest, TransferCancelled, WorkerDraining
 from baton.hypotheses import Hypotheses
-from baton.messages import FirstToken, Migrate, NewTokens, PrefillReport, Ticket, Transferred
+from baton.messages import Fetched, FirstToken, Migrate, NewTokens, PrefillReport, Ticket, Transferred
 from router.placement import Mode, Placement
 from router.serve.retry import NOTHING, Avoidance, Failure, consecutive, given_up, is_used_up, to_avoid
 
@@ -59,7 +59,7 @@ class Source(StrEnum):
     PREFILL = "prefill"
     """The call on the prefill worker."""
     MIGRATION = "migration"
-    """The preparation of a migration."""
+    """The search for the next worker of a migration, and the call by which that worker pulls the KV."""
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
@@ -93,8 +93,8 @@ class CallFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class MoveReady:
-    """The next worker has pulled the KV, and the choice can migrate to it."""
+class NoRoom:
+    """No worker to which the choice could migrate has room now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,8 @@ Event = (
     | NewTokens
     | Migrate
     | CallFailed
-    | MoveReady
+    | NoRoom
+    | Fetched
     | Stays
     | TimeUp
     | Refused
@@ -182,8 +183,27 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaves:
+    """Record that the decode worker is about to leave its role, and takes no new work in it."""
+
+
+@dataclass(frozen=True, slots=True)
 class PrepareMove:
-    """Find another decode worker, and have it pull the KV so far."""
+    """Find another decode worker, and have it pull the KV that exists so far. The old worker decodes meanwhile.
+
+    The next event of the migration is `NoRoom`, `Stays`, `Fetched`, or that the call failed.
+    """
+
+    unable: frozenset[str] = frozenset()
+    """Workers that have failed to pull it."""
+    waits: bool = False
+    """Wait for a moment first: no worker had room."""
+
+
+class NotePull(NamedTuple):
+    """Record whether the next worker of a migration has pulled the KV."""
+
+    result: Fetched | CallFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +253,9 @@ Instruction = (
     | NoteTransfer
     | Emit
     | Reach
+    | Leaves
     | PrepareMove
+    | NotePull
     | KeepOldCall
     | LeaveCalls
     | GoBack
@@ -299,12 +321,12 @@ class ChoiceMachine:
     state: State = State.PLACING
     num_attempts: int = 0
     """Attempts that have ended."""
-    retries: int = 0
-    """Failed attempts that were followed by another one."""
     avoid: Avoidance = NOTHING
     """Workers and modes that the next placement avoids because of the failures."""
     carries_images: bool = False
     """The next attempt carries all images, because a worker lacked them or failed."""
+    is_moving: bool = False
+    """A migration is being prepared."""
     _begun: Begun = Begun(max_attempts=1)
     _num_emitted: int = 0
     """Tokens that workers have sent to this router."""
@@ -317,8 +339,8 @@ class ChoiceMachine:
     """The prefill worker has not reported the end of the KV transfer yet."""
     _then: Then = PLACE
     """The end of the last step."""
-    _is_moving: bool = False
-    """A migration is being prepared."""
+    _unable: frozenset[str] = frozenset()
+    """Workers that have failed to pull the KV in this migration."""
 
     def on(self, event: Event) -> Step:
         """Handle an event, and return what to do and how the next event comes.
@@ -353,10 +375,13 @@ class ChoiceMachine:
                 return self._after_report((NoteTransfer(event),))
             case Migrate():
                 return self._migrate(event)
-            case MoveReady():
-                return self._end_attempt((KeepOldCall(), LEAVE_CALLS, GoBack()), MOVE)
+            case Fetched():
+                return self._end_attempt((NotePull(event), KeepOldCall(), LEAVE_CALLS, GoBack()), MOVE)
+            case NoRoom():
+                self._unable = frozenset()
+                return Step((PrepareMove(waits=True),), self._await_tokens())
             case Stays():
-                self._is_moving = False
+                self.is_moving = False
                 return Step((), self._await_tokens())
             case CallFailed():
                 return self._call_failed(event)
@@ -371,7 +396,7 @@ class ChoiceMachine:
 
     def _placed(self, placement: Placement) -> Step:
         assert self.state is State.PLACING
-        self._placement, self._held, self._lacks_report, self._is_moving = placement, None, False, False
+        self._placement, self._held, self._lacks_report, self.is_moving = placement, None, False, False
         is_disaggregated = placement.mode is Mode.DISAGGREGATED
         self.state = State.RESERVING if is_disaggregated else State.COMPUTING
         return Step((OpenDecode(await_kv=is_disaggregated),), AWAIT_DECODE)
@@ -412,17 +437,20 @@ class ChoiceMachine:
     def _migrate(self, order: Migrate) -> Step:
         if self.state is not State.DECODING:  # it has decoded nothing, so there is no KV to migrate
             return self._leave(None)
-        did: tuple[Instruction, ...] = ()
+        did: tuple[Instruction, ...] = (Leaves(),)
         if self._begun.is_search:
             if not order.hypotheses.running:  # the search cannot migrate: its worker completes it
                 return Step((), self._await_tokens())
-            did = (Reach(order.hypotheses),)
-        if not self._is_moving:
-            self._is_moving = True
+            did = (*did, Reach(order.hypotheses))
+        if not self.is_moving:
+            self.is_moving, self._unable = True, frozenset()
             did = (*did, PrepareMove())
         return Step(did, self._await_tokens())
 
     def _call_failed(self, failed: CallFailed) -> Step:
+        if failed.source is MIGRATION:
+            self._unable |= {failed.worker.info.id}
+            return Step((NotePull(failed), PrepareMove(self._unable)), self._await_tokens())
         if failed.source is PREFILL and self.state in (State.DECODING, State.REPORTING):
             self._lacks_report = False
             return self._after_report(())
@@ -466,7 +494,7 @@ class ChoiceMachine:
         if is_last:
             self.state = State.ENDED
             return Step(did, GiveUp(given_up(self._failures)))
-        self.avoid, self.retries = to_avoid(self._failures), self.retries + 1
+        self.avoid = to_avoid(self._failures)
         return self._end_attempt(did, PLACE)
 
     def _leave(self, worker: Worker | None) -> Step:
@@ -490,10 +518,10 @@ class ChoiceMachine:
 
     @property
     def _awaits_tokens_alone(self) -> bool:
-        return not (self._lacks_report or self._is_moving)
+        return not (self._lacks_report or self.is_moving)
 
     def _await_tokens(self) -> Await:
         if self._awaits_tokens_alone:
             return AWAIT_DECODE
-        sources = (DECODE, *((PREFILL,) if self._lacks_report else ()), *((MIGRATION,) if self._is_moving else ()))
+        sources = (DECODE, *((PREFILL,) if self._lacks_report else ()), *((MIGRATION,) if self.is_moving else ()))
         return Await(sources)

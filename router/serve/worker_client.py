@@ -179,19 +179,17 @@ class _Link:
     def start(
         self, worker: Worker, request: PrefillRequest | DecodeRequest | FetchRequest, trace: Context
     ) -> WorkerStream[Any]:
-        """Start a call.
-
-        Raises:
-            WorkerCallError: the request sets fields that the worker does not know; nothing is sent.
-        """
+        """Start a call. It fails at once, and nothing is sent, if it has fields that the worker does not know."""
         call_id = next(self._call_ids)
         command = wire.start_command(messages.StartCall(call_id, request, dict(tracing.to_metadata(trace))))
+        call: WorkerStream[Any] = WorkerStream(worker, lambda: self._leave(call_id))
         lacking = wire.fields_unknown_to(worker.info.known_fields)
         if lacking and (unknown := lacking & wire.fields_in(command)):
             sentence = f"{worker.info.label} is of an older release and does not know {wire.named(unknown)}"
-            raise WorkerCallError(worker, Unsupported(sentence))
+            call.fail(Unsupported(sentence))
+            return call
         self._outbox.put(command, fills_frame=bool(getattr(request, "images", ())))
-        call = self._calls[call_id] = WorkerStream(worker, lambda: self._leave(call_id))
+        self._calls[call_id] = call
         return call
 
     async def close(self) -> None:

@@ -41,8 +41,8 @@ from kvstore.leases.chain import NUM_SLOTS, SLOT_MS
 from kvstore.leases.codec import decode_load, encode, encode_load
 from kvstore.leases.redis import LEASE_FIELDS
 from kvstore.leases.signed import SignedRegistry
-from router.request.usage_marks import RedisMarks
-from router.request.usage_record import UsageMark
+from router.timeline.usage_marks import RedisMarks
+from router.timeline.usage_record import UsageMark
 from tests.contract.conftest import Clock, RedisServer
 from tests.support import builders
 from tests.support.keys import MemberKeys, draw_keys

@@ -28,8 +28,8 @@ from kvstore.leases import RecordEntry, RecordKey, RecordPart, RedisLeases, Redi
 from router.admission import RedisLedger
 from router.admission.account import LedgerEntry
 from router.cluster.history import MAX_COUNTS, RedisHistory
-from router.request.usage_marks import RedisMarks
-from router.request.usage_record import UsageMark
+from router.timeline.usage_marks import RedisMarks
+from router.timeline.usage_record import UsageMark
 from tests.support.builders import READY, worker_info
 from tests.support.turns import longest_turn
 

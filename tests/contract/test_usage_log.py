@@ -17,10 +17,10 @@ from baton.telemetry.instruments import Instruments
 from kvstore.index import RedisConnection
 from kvstore.index.keys import Keys
 from kvstore.leases import RecordKey
-from router.request import usage_log
-from router.request.usage_log import UsageBook, UsageFile
-from router.request.usage_marks import FoundMark, MarkStore, MemoryMarks, RedisMarks
-from router.request.usage_record import HOLD_S, UsageMark, UsageRecord
+from router.timeline import usage_log
+from router.timeline.usage_log import UsageBook, UsageFile
+from router.timeline.usage_marks import FoundMark, MarkStore, MemoryMarks, RedisMarks
+from router.timeline.usage_record import HOLD_S, UsageMark, UsageRecord
 from tests.support.builders import cluster_status
 
 if TYPE_CHECKING:

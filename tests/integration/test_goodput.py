@@ -22,7 +22,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from baton.cluster import Role
 from baton.config import RouterConfig, TelemetryConfig, TransferConfig
 from baton.v1 import inference_pb2
-from router.slo import Stage
+from router.timeline.folds import Stage
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.conftest import TraceReceiver
 from tests.support.asking import prompt_of

@@ -49,11 +49,11 @@ from router.placement.pool_view import PoolView
 from router.prompt import Tokenizer
 from router.request.model import LoadedModel
 from router.request.resume import Journal
-from router.request.usage_log import UsageBook
-from router.request.usage_marks import MemoryMarks
 from router.serve import ImageLooker, WorkerClient
 from router.serve.choice import Choice, ChoiceGroup
 from router.service import RouterService
+from router.timeline.usage_log import UsageBook
+from router.timeline.usage_marks import MemoryMarks
 from tests.support.asking import VOCABULARY
 from tests.support.builders import cluster_status
 from tests.support.waiting import until

@@ -142,7 +142,7 @@ async def test_each_client_gets_its_own_first_token_though_commits_are_late_and_
         assert decode.kv.counts().received_committed >= 20
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         assert answer.token_ids == expected_tokens(prompt, 1 + number % 2)
-        assert (answer.choice.machine.retries, answer.choice.mode) == (0, Mode.DISAGGREGATED)
+        assert (answer.choice.timeline.retries, answer.choice.timeline.mode) == (0, Mode.DISAGGREGATED)
     assert endpoints[0].num_overtaken > 5
 
 
@@ -164,7 +164,10 @@ async def test_one_id_through_two_routers_at_once_is_two_requests() -> None:
                         answers = await asyncio.gather(*(ask(router, spec) for router, spec in specs))
                         for prompt, answer in zip(prompts, answers, strict=True):
                             assert answer.token_ids == expected_tokens(prompt, 20)
-                            assert (answer.choice.machine.retries, answer.choice.mode) == (0, Mode.DISAGGREGATED)
+                            assert (answer.choice.timeline.retries, answer.choice.timeline.mode) == (
+                                0,
+                                Mode.DISAGGREGATED,
+                            )
                 await decode.check_idle()
                 await prefill.check_idle()
                 assert decode.kv.counts().received_committed == 4

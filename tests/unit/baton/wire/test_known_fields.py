@@ -43,7 +43,6 @@ from kvstore.index import Mirror
 from kvstore.leases.codec import decode_info, decode_load, encode
 from router.placement.pool_view import HintTracker, PoolView
 from router.serve.choice import Choice, ChoiceGroup
-from router.serve.decisions import DecisionLog
 from router.serve.driver import ChoiceDriver
 from router.serve.worker_client import WorkerCallError
 from tests.support import builders
@@ -308,10 +307,10 @@ async def test_no_field_reaches_a_worker_that_does_not_know_it() -> None:
         with pytest.raises(
             WorkerCallError, match=r"old \(decode\) is of an older .* SamplingParams\.min_p \(5\)$"
         ) as refusal:
-            calls.decode(older, WITH_MIN_P, await_kv=False, trace=Context())
+            calls.decode(older, WITH_MIN_P, await_kv=False, trace=Context()).take()
         assert isinstance(refusal.value.error, Unsupported)
         with pytest.raises(WorkerCallError, match=r"silent \(decode\) is of an older .* SequenceSpec\.sampling \(19\)"):
-            calls.decode(leased("silent", address, ""), SPEC, await_kv=False, trace=Context())
+            calls.decode(leased("silent", address, ""), SPEC, await_kv=False, trace=Context()).take()
         for worker, spec in (
             (older, SPEC),
             (leased("new", address), WITH_MIN_P),
@@ -337,9 +336,7 @@ async def dispatching(
         await pools.update([leased(name, address, fields, roles[name]) for name, fields in known.items()])
         instruments = Instruments(builders.cluster_status)
         hints, config = HintTracker(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=worker_wait_s)
-        driver = ChoiceDriver(
-            pools=pools, client=calls, hints=hints, decisions=DecisionLog(), config=config, instruments=instruments
-        )
+        driver = ChoiceDriver(pools=pools, client=calls, hints=hints, config=config, instruments=instruments)
 
         async def serve(spec: SequenceSpec, choice: Choice) -> list[int]:
             choice.spec = spec
@@ -361,8 +358,8 @@ async def test_a_request_goes_only_to_workers_that_know_all_of_it(mode: str) -> 
                 assert await serve(
                     replace(spec, token_ids=(*range(index, index + 50),), num_prompt_tokens=50), record
                 ) == [5]
-                assert record.machine.retries == 0
-                names |= {record.decode_worker, record.prefill_worker} - {""}
+                assert record.timeline.retries == 0
+                names |= {record.timeline.decode_worker, record.timeline.prefill_worker} - {""}
     assert served[WITH_MIN_P] == ({"d-new", "p-new"} if mode == "disaggregated" else {"d-new"})
     assert served[SPEC] == (known.keys() if mode == "disaggregated" else {"d-new", "d-old"})
 
@@ -389,13 +386,13 @@ async def test_a_choice_that_has_begun_waits_for_a_worker_that_knows_all_of_it()
     async with dispatching(workers, {"old": OLDER, "new": wire.KNOWN_FIELDS}) as (pools, serve):
         record = new_choice()
         serving = asyncio.create_task(serve(WITH_MIN_P, record))
-        await until(lambda: record.machine.retries)
+        await until(lambda: record.timeline.retries)
         old, new = pools.get("old"), pools.get("new")
         await pools.update([old])
         await asyncio.sleep(0.05)
         await pools.update([old, replace(new, info=replace(new.info, epoch=2))])
         assert await serving == [5]
-    assert (record.decode_worker, record.machine.retries) == ("new", 1)
+    assert (record.timeline.decode_worker, record.timeline.retries) == ("new", 1)
 
 
 async def test_a_worker_that_says_it_does_not_know_is_not_asked_again() -> None:
@@ -403,7 +400,7 @@ async def test_a_worker_that_says_it_does_not_know_is_not_asked_again() -> None:
     async with dispatching(workers, dict.fromkeys("ab", wire.KNOWN_FIELDS)) as (_, serve):
         record = new_choice()
         assert await serve(SPEC, record) == [5]
-        assert (len(workers.asked), record.machine.retries) == (2, 1)
+        assert (len(workers.asked), record.timeline.retries) == (2, 1)
         workers.failures = [Unsupported("no riddles"), Unsupported("none here")]
         with pytest.raises(Unsupported, match="none here"):
             await serve(SPEC, new_choice())

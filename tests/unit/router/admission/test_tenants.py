@@ -31,7 +31,7 @@ from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentica
 from router.api.openai import error_body
 from router.api.orders import ControllerClient
 from router.prompt import SequenceBuilder
-from router.request.request_log import RequestLog
+from router.timeline.log import RequestLog
 from tests.support.builders import cluster_status, no_adapters
 
 

@@ -18,7 +18,7 @@ from router.admission.tenants import DEFAULT_TENANT, api_key_of
 from router.api import answering
 from router.api.browsers import Hosts
 from router.api.http import create_app
-from router.request.model import Ingress
+from router.timeline.log import Ingress
 from tests.unit.router.api.test_http import Service, app_of
 from tests.unit.router.api.test_ignored import CHAT, PLAIN, Answering
 

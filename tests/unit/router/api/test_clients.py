@@ -17,7 +17,7 @@ from baton.scores import TokenScores
 from baton.structure import StructuredOutputs
 from baton.tools import ToolCallDelta, ToolUse
 from router.admission.tenants import DEFAULT_TENANT
-from router.request.model import Ingress
+from router.timeline.log import Ingress
 from tests.unit.router.api.test_http import app_of
 from tests.unit.router.api.test_ignored import CHAT, FUNCTION, HI, MESSAGES, RESPONSES, Answering, post
 

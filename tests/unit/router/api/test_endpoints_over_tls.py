@@ -25,7 +25,7 @@ from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentica
 from router.api.http import OPEN_PATHS, HttpServer, bound, create_app, require_certificates
 from router.api.orders import ControllerClient
 from router.api.places import ConnectionLimits, OpenConnections
-from router.request.request_log import RequestLog
+from router.timeline.log import RequestLog
 from tests.support.builders import cluster_status, no_adapters
 from tests.support.certificates import Authority, serial_of
 from tests.support.waiting import until

@@ -34,9 +34,7 @@ from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.answer import PLAIN
 from router.api.http import create_app
 from router.prompt import ChatTemplate
-from router.request.bodies import BodyBook
-from router.request.model import Ingress
-from router.request.request_log import RequestLog
+from router.timeline.log import Ingress, RequestLog
 
 CHAT = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": %s}'
 
@@ -52,9 +50,8 @@ class Service:
     )
 
     def __init__(self) -> None:
-        self.requests = RequestLog()
         self.metrics = RequestMetrics()
-        self.bodies = BodyBook(self.requests, self.metrics, "m")
+        self.requests = RequestLog(model_id="m", instruments=self.metrics)
         self.asked: list[GenerateRequest] = []
         self.may_answer = asyncio.Event()
         self.cancelled = asyncio.Event()

@@ -16,8 +16,7 @@ from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.answer import PLAIN as PLAIN_FORMAT
 from router.api.fields import IGNORED_HEADER, MAX_NAME, MAX_NAMED, Ignored
 from router.prompt import ChatTemplate
-from router.request.bodies import RefusedBody
-from router.request.request_log import RequestFilter
+from router.timeline.log import RefusedBody, RequestFilter
 from tests.unit.router.api.test_http import Service, app_of
 
 HI = {"role": "user", "content": "hi"}
@@ -214,7 +213,7 @@ async def test_a_request_is_found_by_the_id_that_its_answer_had() -> None:
         refused = RefusedBody(
             request_id=request_id, tenant="t", operation="chat", arrived_s=0.0, error=InvalidRequest("no"), field=""
         )
-        service.bodies.refused(refused)
+        service.requests.refused(refused)
     found = {each.summary.request_id for each in service.requests.explain("mine")}
     assert found == {"chatcmpl-mine", "resp_mine"}
 

@@ -17,7 +17,6 @@ from baton.chat import ChatMessage
 from baton.errors import InvalidRequest, WorkerFailed
 from baton.registered_adapters import NO_ADAPTERS
 from baton.structure import StructuredOutputs
-from baton.telemetry.request_metrics import RequestMetrics
 from baton.tools import Tool, ToolChoice, ToolUse
 from router.admission.tenants import DEFAULT_TENANT
 from router.api.http import create_app
@@ -25,9 +24,7 @@ from router.api.responses import body as items
 from router.api.responses import tools as our_tools
 from router.api.responses.body import REFUSED
 from router.prompt import ChatTemplate
-from router.request.bodies import BodyBook
-from router.request.model import Ingress
-from router.request.request_log import RequestLog
+from router.timeline.log import Ingress, RequestLog
 from tests.support.chunks import chunks_of
 
 COUNT = "/v1/responses/input_tokens"
@@ -44,7 +41,7 @@ class Service:
 
     def __init__(self, refusal: InvalidRequest | None = None) -> None:
         self.asked: list[GenerateRequest] = []
-        self.bodies = BodyBook(RequestLog(), RequestMetrics(), "m")
+        self.requests = RequestLog(model_id="m")
         self._refusal = refusal
 
     def is_crowded(self) -> bool:

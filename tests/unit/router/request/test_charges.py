@@ -45,7 +45,7 @@ class Computes(OneToken):
                 if is_last and self.error is not None:
                     raise self.error
                 choice.emitted += token_ids
-                choice.num_computed += len(token_ids)
+                choice.timeline.num_computed += len(token_ids)
                 choice.finish_reason = FinishReason.LENGTH if is_last else None
                 yield choice, NewTokens(token_ids=token_ids, finish_reason=choice.finish_reason)
 

@@ -24,7 +24,6 @@ from kvstore.index import Mirror
 from router.admission import Claim
 from router.placement.pool_view import HintTracker, PoolView
 from router.serve.choice import Choice, ChoiceGroup
-from router.serve.decisions import DecisionLog
 from router.serve.driver import ChoiceDriver
 from router.serve.worker_client import WorkerClient
 from tests.support import builders
@@ -126,7 +125,6 @@ class Bench:
             pools=self.pools,
             client=client,
             hints=hints,
-            decisions=DecisionLog(),
             config=config,
             instruments=self.instruments,
         )

@@ -43,8 +43,8 @@ async def test_workers_without_adapters_are_passed_over(mode: str) -> None:
         for _ in range(4):
             choice = new_choice()
             assert await collected(bench.tokens(choice, spec=OF_POET)) == [5]
-            assert choice.decode_worker == "d1"
-            assert choice.prefill_worker == ("p1" if mode == "disaggregated" else "")
+            assert choice.timeline.decode_worker == "d1"
+            assert choice.timeline.prefill_worker == ("p1" if mode == "disaggregated" else "")
     sent = [each for each in workers.requests if isinstance(each, DecodeRequest | PrefillRequest)]
     assert {each.sequence.adapter for each in sent} == {POET}
 
@@ -58,9 +58,10 @@ async def test_the_worker_that_holds_the_adapter_gets_the_request() -> None:
             choice = new_choice()
             spec = replace(OF_POET, token_ids=tuple(range(index, index + len(SPEC.token_ids))))
             await collected(bench.tokens(choice, spec=spec))
-            assert choice.decode_worker == "d2"
-            assert choice.decision is not None
-            loads = {terms.worker_id: terms.load_s for terms in choice.decision.placement.considered}
+            assert choice.timeline.decode_worker == "d2"
+            placed = choice.timeline.placed
+            assert placed is not None
+            loads = {terms.worker_id: terms.load_s for terms in placed.placement.considered}
             assert loads == {"d0": 0.5, "d1": 0.5, "d2": 0.0, "d3": 0.5}
 
 
@@ -73,7 +74,7 @@ async def test_requests_of_one_adapter_go_to_the_worker_that_the_first_one_makes
             choice = new_choice()
             spec = replace(OF_POET, token_ids=tuple(range(index, index + len(SPEC.token_ids))))
             await collected(bench.tokens(choice, spec=spec))
-            used.add(choice.decode_worker)
+            used.add(choice.timeline.decode_worker)
     assert len(used) == 1
 
 
@@ -101,7 +102,7 @@ async def test_a_prompt_is_computed_where_it_is_decoded_if_no_prefill_worker_ser
         await able(bench, d0=Role.DECODE)
         choice = new_choice()
         assert await collected(bench.tokens(choice, spec=OF_POET)) == [5]
-        assert (choice.mode, choice.decode_worker) == ("aggregated", "d0")
+        assert (choice.timeline.mode, choice.timeline.decode_worker) == ("aggregated", "d0")
 
 
 async def test_workers_that_are_not_ready_are_waited_for() -> None:
@@ -125,7 +126,7 @@ async def test_a_worker_of_an_older_release_gets_no_request_for_an_adapter() -> 
         for _ in range(4):
             choice = new_choice()
             await collected(bench.tokens(choice, spec=OF_POET))
-            assert choice.decode_worker == "new"
+            assert choice.timeline.decode_worker == "new"
 
 
 async def test_an_answer_migrates_only_to_a_worker_that_serves_adapters() -> None:
@@ -162,13 +163,13 @@ async def test_a_worker_that_cannot_read_an_adapter_is_passed_over_and_serves_ot
         await able(bench, **roles)
         choice = new_choice()
         assert await collected(bench.tokens(choice, spec=OF_POET)) == [5]
-        assert choice.machine.retries == 1
+        assert choice.timeline.retries == 1
         used = set()
         for index in range(6):
             choice = new_choice()
             spec = replace(SPEC, token_ids=tuple(range(index, index + len(SPEC.token_ids))))
             await collected(bench.tokens(choice, spec=spec))
-            used.add(choice.decode_worker if mode == "aggregated" else choice.prefill_worker)
+            used.add(choice.timeline.decode_worker if mode == "aggregated" else choice.timeline.prefill_worker)
     assert len(used) == 2, "no worker is suspected"
 
 

@@ -55,7 +55,7 @@ from router.serve.choice import ChoiceGroup
 from router.serve.driver import ChoiceDriver
 from router.serve.machine import Instruction, KeepOldCall
 from router.serve.worker_client import WorkerCallError, WorkerClient, WorkerStream
-from router.slo import Stage
+from router.timeline.folds import Stage, choice_phases
 from tests.support.builders import READY
 from tests.support.waiting import until
 from tests.unit.router.serve.scripted_workers import (
@@ -84,7 +84,7 @@ LONG = replace(SPEC, sampling=replace(SPEC.sampling, max_tokens=100, ignore_eos=
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    for module in ("driver", "selector", "reports"):
+    for module in ("driver", "selector"):
         monkeypatch.setattr(f"router.serve.{module}.time", bench.clock)
 
 
@@ -168,7 +168,7 @@ async def test_who_did_not_answer_in_a_kv_transfer_is_left_at_once(
     record = new_choice()
     async with bench_of(workers, roles, "disaggregated", {"d0": 4}) as bench:
         assert await collected(bench.tokens(record)) == [5]
-    assert (record.machine.retries, record.decode_worker == "d0") == (1, stays)
+    assert (record.timeline.retries, record.timeline.decode_worker == "d0") == (1, stays)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ async def test_of_two_that_do_not_fit_each_other_neither_is_asked_again() -> Non
     roles = {**PAIR, "p1": Role.PREFILL, "d1": Role.DECODE}
     async with bench_of(workers, roles, "disaggregated", {"p0": 8, "d0": 4}) as bench:
         assert await collected(bench.tokens(record)) == [5]
-    assert (record.machine.retries, record.prefill_worker, record.decode_worker) == (1, "p1", "d1")
+    assert (record.timeline.retries, record.timeline.prefill_worker, record.timeline.decode_worker) == (1, "p1", "d1")
 
 
 async def test_a_doubted_prefill_worker_that_has_no_other_beside_it_takes_no_doubt_from_a_decode_worker() -> None:
@@ -216,7 +216,7 @@ async def test_a_doubted_prefill_worker_that_has_no_other_beside_it_takes_no_dou
     record = new_choice()
     async with bench_of(workers, {**PAIR, "d1": Role.DECODE}, "disaggregated", {"d0": 4}) as bench:
         assert await collected(bench.tokens(record)) == [5]
-    assert (record.machine.retries, record.decode_worker) == (2, "d1")
+    assert (record.timeline.retries, record.timeline.decode_worker) == (2, "d1")
 
 
 async def test_a_decode_worker_that_dies_while_the_prompt_is_computed_is_left_at_once() -> None:
@@ -229,7 +229,7 @@ async def test_a_decode_worker_that_dies_while_the_prompt_is_computed_is_left_at
     record = new_choice()
     async with bench_of(workers, {**PAIR, "d1": Role.DECODE}, "disaggregated", {"d0": 4}) as bench:
         assert await asyncio.wait_for(collected(bench.tokens(record)), 10) == [5]
-    assert (record.machine.retries, record.decode_worker) == (1, "d1")
+    assert (record.timeline.retries, record.timeline.decode_worker) == (1, "d1")
 
 
 async def test_who_could_not_transfer_is_no_source_of_the_next_attempt() -> None:
@@ -239,7 +239,7 @@ async def test_who_could_not_transfer_is_no_source_of_the_next_attempt() -> None
     record = new_choice()
     async with bench_of(workers, roles, "auto", {"p0": 20, "p1": 10}) as bench:
         assert await collected(bench.tokens(record)) == [5]
-    assert (record.machine.retries, record.mode) == (1, Mode.AGGREGATED)
+    assert (record.timeline.retries, record.timeline.mode) == (1, Mode.AGGREGATED)
     assert sources(workers) == [None, PrefixSource(worker_id="p1", address=bench.address, num_tokens=160)]
 
 
@@ -254,7 +254,8 @@ async def test_when_kv_transfers_fail_the_decode_worker_computes_the_prompt(fail
     async with bench_of(workers, PAIR, "auto", {"p0": 20}) as bench:
         assert await collected(bench.tokens(record)) == [5]
     assert workers.kinds == [DecodeRequest, PrefillRequest] * len(failures) + [DecodeRequest]
-    assert (record.machine.retries, record.mode, record.prefill_worker) == (len(failures), Mode.AGGREGATED, "")
+    timeline = record.timeline
+    assert (timeline.retries, timeline.mode, timeline.prefill_worker) == (len(failures), Mode.AGGREGATED, "")
 
 
 async def test_who_died_is_passed_over_by_all_that_come_after() -> None:
@@ -264,7 +265,7 @@ async def test_who_died_is_passed_over_by_all_that_come_after() -> None:
         for num_retries in (1, 0):
             record = new_choice()
             assert await collected(bench.tokens(record)) == [5]
-            assert (record.decode_worker, record.machine.retries) == ("d1", num_retries)
+            assert (record.timeline.decode_worker, record.timeline.retries) == ("d1", num_retries)
 
 
 async def test_every_attempt_says_which_it_is_and_how_urgent() -> None:
@@ -283,7 +284,7 @@ async def test_of_a_prompt_that_came_before_a_cache_could_have_all_but_the_last_
         for choice in choices:
             await collected(bench.tokens(choice))
     assert NUM_PROMPT % BLOCK == 0
-    assert [choice.num_seen_tokens for choice in choices] == [0, NUM_PROMPT - BLOCK]
+    assert [choice.timeline.num_seen_tokens for choice in choices] == [0, NUM_PROMPT - BLOCK]
 
 
 async def test_a_worker_that_drains_costs_no_attempt_and_is_asked_no_more() -> None:
@@ -292,7 +293,7 @@ async def test_a_worker_that_drains_costs_no_attempt_and_is_asked_no_more() -> N
         for _ in range(2):
             record = new_choice()
             assert await collected(bench.tokens(record)) == [5]
-            assert (record.decode_worker, record.machine.retries) == ("d1", 0)
+            assert (record.timeline.decode_worker, record.timeline.retries) == ("d1", 0)
     assert len(workers.requests) == 3
 
 
@@ -305,7 +306,7 @@ async def test_an_answer_that_goes_on_outlives_any_number_of_workers_and_one_tha
     async with bench_of(workers, roles, "aggregated") as bench:
         with pytest.raises(WorkerFailed, match=r"^4 placements failed: "):
             await collected(bench.tokens(record, spec=LONG))
-    assert (len(record.emitted), record.machine.retries, len(workers.requests)) == (64, 6, 7)
+    assert (len(record.emitted), record.timeline.retries, len(workers.requests)) == (64, 6, 7)
     assert workers.requests[-1].sequence.token_ids == (*SPEC.token_ids, *record.emitted)
 
 
@@ -320,7 +321,7 @@ async def test_what_does_not_fit_one_worker_goes_to_the_others() -> None:
                 record = new_choice()
                 own = replace(spec, token_ids=(token_id, *spec.token_ids[1:]))
                 assert await collected(bench.tokens(record, spec=own)) == [5]
-                names.add(record.decode_worker)
+                names.add(record.timeline.decode_worker)
     assert served[SPEC] == {"d0"}
     assert "d1" in served[short]
 
@@ -340,7 +341,7 @@ async def test_what_a_worker_finds_wrong_with_a_request_is_told_at_once() -> Non
     async with bench_of(workers, TWO, "aggregated") as bench:
         with pytest.raises(InvalidRequest, match=r"^token 9 is not in the vocabulary$"):
             await collected(bench.tokens(record))
-    assert (len(workers.requests), record.machine.retries) == (1, 0)
+    assert (len(workers.requests), record.timeline.retries) == (1, 0)
 
 
 # -- deadlines and the gate --------------------------------------------------------------------------------------------
@@ -359,7 +360,7 @@ async def test_a_stream_that_has_begun_outlives_its_worker_however_old_it_is(mon
             tokens.append(token)
             bench.clock.ahead_s = 1000.0
             later.set()
-    assert (tokens, record.machine.retries) == ([4, 5], 1)
+    assert (tokens, record.timeline.retries) == ([4, 5], 1)
 
 
 async def test_every_attempt_has_the_budget_that_is_left_of_the_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +382,7 @@ async def test_every_attempt_has_the_budget_that_is_left_of_the_arrivals(monkeyp
         record, arrived_s = new_choice(), bench.clock.monotonic() - 70.0
         with pytest.raises(Overloaded, match=r"no first token within 100"):
             await collected(bench.tokens(record, claim=replace(claim, arrived_s=arrived_s)))
-        assert record.machine.retries == 2
+        assert record.timeline.retries == 2
 
 
 async def test_a_resumed_request_goes_on_though_the_gate_would_let_nobody_in() -> None:
@@ -409,8 +410,8 @@ async def test_a_choice_that_has_to_make_way_is_refused_at_once() -> None:
         await bench.lease("d0", Role.DECODE, slow)
         record = new_choice()
         assert await collected(bench.tokens(record)) == [5]
-        assert record.decision is not None
-        compute_s = record.decision.prediction.compute_s
+        assert record.timeline.placed is not None
+        compute_s = record.timeline.placed.prediction.compute_s
         assert compute_s > 5
         waiting = []
         for _ in range(3):
@@ -461,8 +462,8 @@ async def test_it_is_not_crowded_while_a_prompt_is_computed_as_long_as_was_predi
         tokens = asyncio.create_task(collected(bench.tokens(record)))
         await until(lambda: bool(workers.requests))
         await asyncio.sleep(0.3)
-        assert record.decision is not None
-        assert record.decision.prediction.compute_s > 5
+        assert record.timeline.placed is not None
+        assert record.timeline.placed.prediction.compute_s > 5
         assert not bench.driver.is_crowded
         tokens.cancel()
         await asyncio.wait([tokens])
@@ -542,8 +543,8 @@ async def test_a_report_on_the_kv_transfer_that_comes_late_is_recorded_and_holds
             if tokens == [5, 6]:
                 seen.set()
     assert tokens == [5, 6, 7]
-    noted = [phase for phase in record.stages.noted if phase.stage is Stage.TRANSFER]
-    assert (len(noted), record.machine.retries) == (1, 0)
+    noted = [phase for phase in choice_phases(record.timeline, time.monotonic()) if phase.stage is Stage.TRANSFER]
+    assert (len(noted), record.timeline.retries) == (1, 0)
     assert 0 < noted[0].end_s - noted[0].begin_s < 0.25, "no more than the time to the second token"
 
 
@@ -560,7 +561,7 @@ async def test_a_first_token_that_is_the_last_is_waited_for_when_nobody_wants_th
         cancelled.set()
         asyncio.get_running_loop().call_later(0.05, told.set)
         assert await answer == 5
-    assert record.machine.retries == 0
+    assert record.timeline.retries == 0
 
 
 @pytest.mark.parametrize(("mode", "held"), [("disaggregated", {"p": 10, "d": 20}), ("aggregated", {"d": 10, "p": 20})])
@@ -596,7 +597,7 @@ async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
     async with bench_of(workers, {"p": Role.PREFILL, "d": Role.DECODE}, mode, held) as bench:
         assert await collected(bench.tokens(record)) == [5]
         counted = bench.instruments.exposition().decode()
-    assert (record.mode, record.source) == (mode, "d" if mode == "disaggregated" else "p")
+    assert (record.timeline.mode, record.timeline.source) == (mode, "d" if mode == "disaggregated" else "p")
     assert ("baton_index_stale_hints_total 1.0" in counted) == bool(num_stale)
     assert (f"baton_index_stale_tokens_total {num_stale:.1f}" in counted) == bool(num_stale)
 
@@ -706,7 +707,7 @@ async def test_what_is_computed_for_a_choice_counts_once_however_many_workers_di
     async with bench_of(workers, {"d": Role.DECODE, "e": Role.DECODE}, "aggregated") as bench:
         choice = new_choice()
         assert await collected(bench.tokens(choice)) == [1, 2, 3, 5]
-    assert choice.num_computed == 4
+    assert choice.timeline.num_computed == 4
 
 
 async def test_what_was_computed_and_not_read_counts_for_a_choice_that_is_left() -> None:
@@ -720,7 +721,7 @@ async def test_what_was_computed_and_not_read_counts_for_a_choice_that_is_left()
         goes_on.set()
         await until(lambda: sum(call.num_unread for call in gc.get_objects() if type(call) is WorkerStream) == 3)
         await tokens.aclose()
-    assert choice.num_computed == 4
+    assert choice.timeline.num_computed == 4
 
 
 async def test_a_search_counts_its_beams_tokens_and_those_of_a_search_that_died_no_more() -> None:
@@ -731,7 +732,7 @@ async def test_a_search_counts_its_beams_tokens_and_those_of_a_search_that_died_
     async with bench_of(workers, {"d": Role.DECODE, "e": Role.DECODE}, "aggregated") as bench:
         group = search_of(1, 3)
         assert [message.token_ids async for _, message in bench.driver.run(group)] == [(7,)]
-    assert group.num_computed == 7
+    assert sum(each.num_computed for each in group.timelines) == 7
 
 
 async def test_a_search_that_is_left_counts_what_it_was_until_then() -> None:
@@ -741,7 +742,7 @@ async def test_a_search_that_is_left_counts_what_it_was_until_then() -> None:
     async with bench_of(workers, {"d": Role.DECODE}, "aggregated") as bench:
         group = search_of(1, 3)
         reading = asyncio.ensure_future(anext(aiter(bench.driver.run(group))))
-        await until(lambda: group.num_computed == 4)
+        await until(lambda: sum(each.num_computed for each in group.timelines) == 4)
         await cancel_and_wait((reading,))
 
 
@@ -777,7 +778,7 @@ async def test_a_search_goes_on_elsewhere_from_where_it_was() -> None:
     assert {spec.sampling.prompt_logprobs for spec in served} == {None}, "they came with the first report"
     assert {spec.hypotheses for spec in later} == {hypotheses}, "also where it begins again"
     assert {spec.token_ids[NUM_PROMPT:] for spec in later} == {(4,)}
-    assert group.num_computed == 7, "what was drawn after that state was drawn again"
+    assert sum(each.num_computed for each in group.timelines) == 7, "what was drawn after that state was drawn again"
 
 
 async def test_tokens_of_a_search_that_its_next_worker_draws_again_count_once() -> None:
@@ -800,10 +801,10 @@ async def test_tokens_of_a_search_that_its_next_worker_draws_again_count_once() 
             return [message.token_ids async for _, message in bench.driver.run(group)]
 
         hearing = asyncio.ensure_future(heard())
-        await until(lambda: group.num_computed == 7)
+        await until(lambda: sum(each.num_computed for each in group.timelines) == 7)
         is_behind.set()
         assert await hearing == [(7,)]
-    assert group.num_computed == 5
+    assert sum(each.num_computed for each in group.timelines) == 5
 
 
 async def test_a_search_stays_on_a_worker_that_leaves_where_its_state_does_not_travel() -> None:
@@ -815,7 +816,7 @@ async def test_a_search_stays_on_a_worker_that_leaves_where_its_state_does_not_t
         asyncio.get_running_loop().call_later(0.2, has_ended.set)
         assert [message.token_ids async for _, message in bench.driver.run(group)] == [(7,)]
     assert len(workers.requests) == 1
-    assert group.choices[0].machine.retries == 0
+    assert group.choices[0].timeline.retries == 0
 
 
 async def test_a_search_that_finds_too_few_answers_says_so() -> None:
@@ -866,8 +867,8 @@ async def test_the_prompt_of_several_choices_is_computed_and_transferred_once() 
     assert workers.kinds == [DecodeRequest, PrefillRequest, DecodeRequest, DecodeRequest]
     assert [r.await_kv for r in workers.requests if isinstance(r, DecodeRequest)] == [True, False, False]
     leader, *followers = group.choices
-    assert {choice.decode_worker for choice in followers} == {leader.decode_worker}
-    assert [choice.mode for choice in group.choices] == ["disaggregated", "aggregated", "aggregated"]
+    assert {choice.timeline.decode_worker for choice in followers} == {leader.timeline.decode_worker}
+    assert [choice.timeline.mode for choice in group.choices] == ["disaggregated", "aggregated", "aggregated"]
     assert sorted(came) == [1, 2, 3, 4, 5, 5, 5]
 
 
@@ -882,7 +883,7 @@ async def test_choices_go_their_own_way_where_the_first_one_needs_no_kv_transfer
         async for _ in bench.driver.run(group):
             pass
         await workers.servicer.wait_until_idle()
-    assert [choice.mode for choice in group.choices] == ["disaggregated"] * 3
+    assert [choice.timeline.mode for choice in group.choices] == ["disaggregated"] * 3
     assert sorted(len(choice.emitted) for choice in group.choices) == [1, 3, 3]
 
 
@@ -892,7 +893,6 @@ async def test_choices_go_their_own_way_where_the_first_ones_worker_leaves() -> 
         group = group_of(2)
         leader, follower = group.choices
         leader.kv_is_on = "d7"
-        follower.decode_worker = ""
         assert bench.driver._selector.beside(follower, SPEC, bench.driver._selector.prompt(SPEC), leader) is None
         leader.kv_is_on = "d0"
         found = bench.driver._selector.beside(follower, SPEC, bench.driver._selector.prompt(SPEC), leader)
@@ -1006,11 +1006,6 @@ def leaves(bench: Bench, worker_id: str) -> bool:
     return not bench.pools.is_trusted(bench.pools.get(worker_id))
 
 
-def looks_for_room() -> bool:
-    """Whether a choice is still to be moved, and has not been."""
-    return any("Migration.prepare" in repr(task.get_coro()) for task in asyncio.all_tasks())
-
-
 @pytest.mark.parametrize(
     ("num_in_use", "held"), [(73, {}), (90, {"d1": 25})], ids=["not for the answer", "not though it has the prefix"]
 )
@@ -1018,7 +1013,7 @@ async def test_a_choice_moves_to_nobody_without_room(
     num_in_use: int, held: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stays, and looks again: d2 comes later."""
-    monkeypatch.setattr("router.serve.migration.MOVE_RETRY_S", 0.01)
+    monkeypatch.setattr("router.serve.driver.MOVE_RETRY_S", 0.01)
     workers, record = leaving_worker(), new_choice()
     async with bench_of(workers, {"d0": Role.DECODE}, "aggregated", held) as bench:
         answer = bench.tokens(record, spec=LONG)
@@ -1034,7 +1029,7 @@ async def test_a_choice_moves_to_nobody_without_room(
         await until(lambda: workers.servicer.num_running == 2)  # d0 decodes no more; it transfers
         assert await collected(answer) == [7]
         await workers.servicer.wait_until_idle()
-    assert (record.decode_worker, record.machine.retries) == ("d2", 0)
+    assert (record.timeline.decode_worker, record.timeline.retries) == ("d2", 0)
     fetch, decode, prefill = workers.requests[1:]
     assert isinstance(fetch, FetchRequest)
     assert fetch.source == PrefixSource(worker_id="d0", address=bench.address, num_tokens=NUM_PROMPT + 1)
@@ -1054,7 +1049,7 @@ async def test_a_choice_does_not_move_to_who_could_not_pull_its_kv() -> None:
             await bench.lease(worker_id, Role.DECODE)
         assert await collected(answer) == [6, 7]
         await workers.servicer.wait_until_idle()
-    assert choice.decode_worker == "d2"
+    assert choice.timeline.decode_worker == "d2"
 
 
 @pytest.mark.parametrize(
@@ -1065,7 +1060,7 @@ async def test_a_choice_does_not_move_to_who_could_not_pull_its_kv() -> None:
 async def test_a_choice_moves_to_nobody_who_does_not_know_or_cannot_hold_all_of_it(
     unfit: dict[str, Any], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.serve.migration.MOVE_RETRY_S", 0.01)
+    monkeypatch.setattr("router.serve.driver.MOVE_RETRY_S", 0.01)
     workers, record = leaving_worker(), new_choice()
     asked: list[str] = []
     fetch = WorkerClient.fetch
@@ -1081,12 +1076,12 @@ async def test_a_choice_moves_to_nobody_who_does_not_know_or_cannot_hold_all_of_
         await bench.lease("d1", Role.DECODE, **unfit)
         moved = asyncio.ensure_future(anext(answer))
         await until(lambda: leaves(bench, "d0"))
-        await until(looks_for_room)
+        await until(lambda: record.machine.is_moving)
         await asyncio.sleep(0.05)  # a few looks
         await bench.lease("d2", Role.DECODE)
         assert await moved == 6
         assert await collected(answer) == [7]
-    assert (asked, record.decode_worker) == (["d2"], "d2")
+    assert (asked, record.timeline.decode_worker) == (["d2"], "d2")
 
 
 async def test_tokens_come_on_while_the_next_worker_pulls_their_kv() -> None:
@@ -1122,7 +1117,7 @@ async def test_tokens_come_on_while_the_next_worker_pulls_their_kv() -> None:
 
 async def test_a_choice_does_not_move_when_its_worker_has_stayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """There was no room elsewhere until its lease said for some seconds that it serves as before."""
-    monkeypatch.setattr("router.serve.migration.MOVE_RETRY_S", 0.01)
+    monkeypatch.setattr("router.serve.driver.MOVE_RETRY_S", 0.01)
     ends = asyncio.Event()
     workers, record = leaving_worker(ends, LAST), new_choice()
     async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
@@ -1132,10 +1127,10 @@ async def test_a_choice_does_not_move_when_its_worker_has_stayed(monkeypatch: py
         await until(lambda: leaves(bench, "d0"))
         bench.clock.ahead_s = LEAVING_S
         await bench.lease("d1", Role.DECODE)
-        await until(lambda: not looks_for_room())
+        await until(lambda: not record.machine.is_moving)
         ends.set()
         assert await rest == [5]
-    assert (workers.kinds, record.decode_worker) == ([DecodeRequest], "d0")
+    assert (workers.kinds, record.timeline.decode_worker) == ([DecodeRequest], "d0")
 
 
 async def test_a_client_that_leaves_in_the_middle_of_a_move_leaves_nothing_running(
@@ -1174,7 +1169,7 @@ async def test_a_worker_that_leaves_is_rid_of_a_choice_whose_next_worker_fails()
         await until(lambda: workers.servicer.num_running == 1)
         ends.set()
         assert await collected(answer) == [5]
-    assert (record.emitted, record.machine.retries) == ([4, 6, 5], 1)
+    assert (record.emitted, record.timeline.retries) == ([4, 6, 5], 1)
 
 
 async def test_a_worker_that_leaves_before_it_has_begun_is_asked_no_more() -> None:
@@ -1184,22 +1179,23 @@ async def test_a_worker_that_leaves_before_it_has_begun_is_asked_no_more() -> No
         for _ in range(2):
             record = new_choice()
             assert await collected(bench.tokens(record)) == [5]
-            assert (record.decode_worker, record.machine.retries) == ("d1", 0)
+            assert (record.timeline.decode_worker, record.timeline.retries) == ("d1", 0)
     assert len(workers.requests) == 3
 
 
 async def test_a_worker_that_leaves_again_after_it_had_stayed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.serve.migration.MOVE_RETRY_S", 0.01)
+    monkeypatch.setattr("router.serve.driver.MOVE_RETRY_S", 0.01)
     again = asyncio.Event()
     workers = leaving_worker(NewTokens(token_ids=(8,), finish_reason=None), again, Migrate())
     async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
-        answer = bench.tokens(spec=LONG)
+        record = new_choice()
+        answer = bench.tokens(record, spec=LONG)
         assert [await anext(answer), await anext(answer)] == [4, 8]
         rest = asyncio.ensure_future(collected(answer))
         await until(lambda: leaves(bench, "d0"))
         bench.clock.ahead_s = LEAVING_S
         await bench.lease("d0", Role.DECODE)
-        await until(lambda: not looks_for_room())
+        await until(lambda: not record.machine.is_moving)
         await bench.lease("d1", Role.DECODE)
         again.set()
         assert await rest == [6, 7]
@@ -1213,7 +1209,7 @@ async def test_a_first_token_may_come_from_the_worker_that_decodes() -> None:
     record = new_choice()
     async with bench_of(workers, PAIR, "disaggregated", {"p0": 10}) as bench:
         assert await collected(bench.tokens(record)) == [5, 6, *LAST.token_ids]
-    assert (record.num_cached_tokens, record.machine.retries) == (160, 0)
+    assert (record.timeline.num_cached_tokens, record.timeline.retries) == (160, 0)
 
 
 @pytest.mark.parametrize("token_id", [4, None])
@@ -1227,7 +1223,7 @@ async def test_a_kv_transfer_that_fails_behind_the_prompt_ends_the_wait_for_the_
     async with bench_of(workers, PAIR, "auto", {"p0": 20}) as bench:
         async with asyncio.timeout(5):
             assert await collected(bench.tokens(record)) == [*([token_id] if token_id else []), 5]
-    assert (record.machine.retries, record.mode) == (1, Mode.AGGREGATED)
+    assert (record.timeline.retries, record.timeline.mode) == (1, Mode.AGGREGATED)
 
 
 # -- samplers ----------------------------------------------------------------------------------------------------------
@@ -1264,14 +1260,14 @@ async def test_what_is_drawn_goes_on_with_the_same_sampler_and_a_greedy_answer_a
     workers, choice = ScriptedWorkers(decode=[DIES_LATER, [LAST]]), new_choice()
     async with bench_with(workers, samplers, {"d0": 20, "d1": 10}) as bench:
         assert await collected(bench.tokens(choice, spec=spec)) == [4, 5]
-    assert (choice.decode_worker, choice.machine.retries) == (worker_id, 1)
+    assert (choice.timeline.decode_worker, choice.timeline.retries) == (worker_id, 1)
 
 
 async def test_an_answer_of_which_nothing_is_drawn_may_change_the_sampler() -> None:
     workers, choice = ScriptedWorkers(decode=[[GONE], DIES_LATER, [LAST]]), new_choice()
     async with bench_with(workers, {"d0": "a", "d1": "b", "d2": "a", "d3": "b"}, {"d0": 20, "d1": 15}) as bench:
         assert await collected(bench.tokens(choice, spec=DRAWN)) == [4, 5]
-    assert (choice.decode_worker, choice.sampler, choice.machine.retries) == ("d3", "b", 2)
+    assert (choice.timeline.decode_worker, choice.sampler, choice.timeline.retries) == ("d3", "b", 2)
 
 
 async def test_what_is_drawn_waits_for_the_same_sampler_and_not_for_ever() -> None:
@@ -1285,10 +1281,10 @@ async def test_what_is_drawn_waits_for_the_same_sampler_and_not_for_ever() -> No
         assert await anext(answer) == 4
         await bench.lease("d2", Role.DECODE, replace(READY, state=WorkerState.DRAINING), sampler="a")
         rest = asyncio.ensure_future(collected(answer))
-        await until(lambda: waits[1].machine.retries == 1)
+        await until(lambda: waits[1].timeline.retries == 1)
         await bench.lease("d3", Role.DECODE, sampler="a")
         assert await rest == [5]
-    assert waits[1].decode_worker == "d3"
+    assert waits[1].timeline.decode_worker == "d3"
 
 
 @pytest.mark.parametrize(("spec", "prefill_worker"), [(DRAWN, "p1"), (SPEC, "p0")], ids=["drawn", "greedy"])
@@ -1299,14 +1295,14 @@ async def test_a_kv_transfer_of_what_is_drawn_is_between_equal_samplers(
     workers, choice = ScriptedWorkers(decode=[[ticket]], prefill=[[FIRST_IS_LAST]]), new_choice()
     async with bench_with(workers, {"p0": "a", "p1": "b", "d0": "b"}, {"p0": 20}, "disaggregated") as bench:
         assert await collected(bench.tokens(choice, spec=spec)) == [5]
-    assert (choice.prefill_worker, choice.decode_worker) == (prefill_worker, "d0")
+    assert (choice.timeline.prefill_worker, choice.timeline.decode_worker) == (prefill_worker, "d0")
 
 
 async def test_an_answer_begins_with_the_sampler_that_will_be_done_soonest() -> None:
     workers, choice = ScriptedWorkers(decode=[[LAST]]), new_choice()
     async with bench_with(workers, {"d0": "b", "d1": "a", "d2": "c"}, {"d1": 20}) as bench:
         assert await collected(bench.tokens(choice, spec=DRAWN)) == [5]
-    assert choice.decode_worker == "d1"
+    assert choice.timeline.decode_worker == "d1"
 
 
 async def test_another_router_goes_on_with_the_sampler_that_was_noted() -> None:
@@ -1315,7 +1311,7 @@ async def test_another_router_goes_on_with_the_sampler_that_was_noted() -> None:
     workers = ScriptedWorkers(decode=[[LAST]])
     async with bench_with(workers, {"d0": "a", "d1": "b"}, {"d0": 20}) as bench:
         assert await collected(bench.tokens(choice, spec=DRAWN)) == [5]
-    assert choice.decode_worker == "d1"
+    assert choice.timeline.decode_worker == "d1"
 
 
 @pytest.mark.parametrize("samplers", [{"d0": "a", "d1": "b"}, {"d0": "a", "d1": "a"}], ids=["two", "one"])
@@ -1339,7 +1335,7 @@ async def test_a_doubted_worker_is_taken_where_the_others_have_another_sampler()
     choice = new_choice()
     async with bench_with(workers, {"p0": "a", "d0": "a", "d1": "b"}, {"d0": 20}, "disaggregated") as bench:
         assert await collected(bench.tokens(choice, spec=DRAWN)) == [5]
-    assert (choice.decode_worker, choice.machine.retries) == ("d0", 1)
+    assert (choice.timeline.decode_worker, choice.timeline.retries) == ("d0", 1)
 
 
 async def test_a_preemption_that_comes_with_the_first_token_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,6 @@ from router.placement.pool_view import HintTracker, PoolView
 from router.prompt import with_images
 from router.serve import ImageLooker, RequestImages
 from router.serve.choice import Choice, ChoiceGroup
-from router.serve.decisions import DecisionLog
 from router.serve.driver import ChoiceDriver
 from router.serve.images import MAX_HOLDERS, SeenBook, Sighting
 from router.serve.worker_client import WorkerCallError, WorkerClient
@@ -130,7 +129,6 @@ class Bench:
             pools=self.pools,
             client=client,
             hints=HintTracker(Mirror(), instruments),
-            decisions=DecisionLog(),
             config=config,
             instruments=instruments,
         )
@@ -403,7 +401,7 @@ async def test_a_worker_that_lacks_an_image_is_asked_again_with_all_bytes() -> N
         found, choice = await bench.answer(images)
         assert found == [5, 6]
         assert p.got == [(), (CAT, DOG)]
-        assert (choice.machine.retries, choice.machine._failures) == (0, ())
+        assert (choice.timeline.retries, choice.machine._failures) == (0, ())
         await bench.answer(images)
         assert p.got[2:] == [()]
 
@@ -433,8 +431,8 @@ async def test_a_blind_worker_computes_and_decodes_no_images() -> None:
         await bench.lease(*eyes, blind=("p0", "d0"))
         for number in range(4):
             _, choice = await bench.answer(await bench.look(picture(f"{number}", 8)))
-            assert choice.decode_worker == "d1"
-            assert choice.prefill_worker in ("", "p1")
+            assert choice.timeline.decode_worker == "d1"
+            assert choice.timeline.prefill_worker in ("", "p1")
 
 
 # -- what is remembered ------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from baton.errors import (
     WorkerFailed,
 )
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
-from baton.messages import FirstToken, Migrate, NewTokens, PrefillReport, Transferred
+from baton.messages import Fetched, FirstToken, Migrate, NewTokens, PrefillReport, Transferred
 from baton.sampling import FinishReason
 from router.placement import Mode, Placement
 from router.serve.machine import (
@@ -43,7 +43,7 @@ from router.serve.machine import (
     Instruction,
     KeepOldCall,
     LeaveCalls,
-    MoveReady,
+    NoRoom,
     OpenDecode,
     OpenPrefill,
     Placed,
@@ -70,6 +70,7 @@ ERRORS: dict[str, BatonError] = {
     "is full": Overloaded("its queue is full"),
     "rejects it": InvalidRequest("too odd"),
     "lacks images": ImagesMissing("none"),
+    "cannot pull": WorkerFailed("it is gone"),
 }
 RUNNING = Hypotheses(running=(object(),))  # type: ignore[arg-type]
 
@@ -98,8 +99,10 @@ def event_of(line: str) -> Event:
             return Transferred(1, 1, 0.0, 0.0)
         case "migrate":
             return Migrate(RUNNING if "search" in words else NO_HYPOTHESES)
-        case "ready":
-            return MoveReady()
+        case "pulled":
+            return Fetched(num_tokens=3)
+        case "none":
+            return NoRoom()
         case "stays":
             return Stays()
         case "time":
@@ -108,7 +111,7 @@ def event_of(line: str) -> Event:
             return Refused(Overloaded("no first token"))
         case "answered":
             return Answered()
-    source = Source.PREFILL if first[0] == "p" else Source.DECODE
+    source = Source.PREFILL if first[0] == "p" else Source.MIGRATION if rest == "cannot pull" else Source.DECODE
     return CallFailed(source, WORKERS[first], ERRORS[rest])
 
 
@@ -121,6 +124,8 @@ def in_words(instruction: Instruction) -> str:
             return f"emit {' '.join(map(str, tokens.token_ids))}{stop}"
         case WorkerLeaves(leaving):
             return f"{leaving.info.id if leaving else 'the decode worker'} leaves"
+        case PrepareMove(unable, waits):
+            return "prepare move" + (" after a wait" if waits else "") + "".join(f", not to {each}" for each in unable)
         case Failing(failing, _, is_last):
             return f"{failing.info.id} failed{' at last' if is_last else ''}"
     words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in type(instruction).__name__)
@@ -260,9 +265,9 @@ d0 (decode): lost; d1 (decode): lost
         begun                    -> placing: find place
         placed d0                -> computing: open decode; await decode
         tokens 4                 -> decoding: has kv, computed, emit 4; await decode
-        migrate                  -> decoding: prepare move; await decode migration
+        migrate                  -> decoding: leaves, prepare move; await decode migration
         tokens 5                 -> decoding: emit 5; await decode migration
-        ready                    -> placing: keep old call, leave calls, go back; take the next worker
+        pulled                   -> placing: note pull, keep old call, leave calls, go back; take the next worker
         placed d0 d1             -> reserving: open decode for kv; await decode
         ticket                   -> prefilling: open prefill; await prefill decode
         first 6                  -> transferring: computed, emit 6; await decode prefill
@@ -273,20 +278,37 @@ d0 (decode): lost; d1 (decode): lost
         begun                    -> placing: find place
         placed d0                -> computing: open decode; await decode
         tokens 4                 -> decoding: has kv, computed, emit 4; await decode
-        migrate                  -> decoding: prepare move; await decode migration
-        migrate                  -> decoding: await decode migration
+        migrate                  -> decoding: leaves, prepare move; await decode migration
+        migrate                  -> decoding: leaves; await decode migration
         stays                    -> decoding: await decode
-        migrate                  -> decoding: prepare move; await decode migration
+        migrate                  -> decoding: leaves, prepare move; await decode migration
         tokens 5.                -> ended: emit 5., leave calls; end
+    """,
+    "no worker has room for a migration, and then one cannot pull": """
+        begun                    -> placing: find place
+        placed d0                -> computing: open decode; await decode
+        tokens 4                 -> decoding: has kv, computed, emit 4; await decode
+        migrate                  -> decoding: leaves, prepare move; await decode migration
+        none                     -> decoding: prepare move after a wait; await decode migration
+        d1 cannot pull           -> decoding: note pull, prepare move, not to d1; await decode migration
+        none                     -> decoding: prepare move after a wait; await decode migration
+        pulled                   -> placing: note pull, keep old call, leave calls, go back; take the next worker
+    """,
+    "the worker dies while another one pulls": """
+        begun                    -> placing: find place
+        placed d0                -> computing: open decode; await decode
+        tokens 4                 -> decoding: has kv, computed, emit 4; await decode
+        migrate                  -> decoding: leaves, prepare move; await decode migration
+        d0 dies                  -> placing: leave calls, go back, d0 failed; find place
     """,
     "a beam search migrates with its state, or not at all": """
         begun search             -> placing: find place
         placed d0                -> computing: open decode; await decode
         tokens 4                 -> decoding: has kv, computed, emit 4; await decode
         migrate                  -> decoding: await decode
-        migrate search           -> decoding: reach, prepare move; await decode migration
-        migrate search           -> decoding: reach; await decode migration
-        ready                    -> placing: keep old call, leave calls, go back; take the next worker
+        migrate search           -> decoding: leaves, reach, prepare move; await decode migration
+        migrate search           -> decoding: leaves, reach; await decode migration
+        pulled                   -> placing: note pull, keep old call, leave calls, go back; take the next worker
     """,
     "the first tokens of a beam search, which no client gets yet": """
         begun search             -> placing: find place
@@ -365,7 +387,8 @@ class Explored:
         new = copy.copy(self)
         new.machine = replace(self.machine)
         new.num_faults += is_fault
-        new.is_moving &= not isinstance(event, MoveReady | Stays)
+        is_of_a_move = isinstance(event, CallFailed) and event.source is Source.MIGRATION
+        new.is_moving &= not (isinstance(event, Fetched | Stays | NoRoom) or is_of_a_move)
         new.step = new.machine.on(event)
         new.history += (f"{type(event).__name__} -> {trace(new.machine, new.step)}",)
         for instruction in new.step.instructions:
@@ -428,8 +451,10 @@ class Explored:
     def _events_of(self, source: Source) -> Iterator[tuple[Event, bool]]:
         state, name = self.machine.state, "p0" if source is Source.PREFILL else "d0"
         if source is Source.MIGRATION:
-            yield MoveReady(), False
+            yield Fetched(num_tokens=1), False
             yield Stays(), False
+            yield NoRoom(), False
+            yield CallFailed(source, WORKERS["d1"], WorkerFailed("gone")), True
             return
         for error in (WorkerFailed("gone"), TransferError("no peer"), TransferCancelled("cancelled")):
             yield CallFailed(source, WORKERS[name], error), True
@@ -512,7 +537,7 @@ def test_the_worker_of_a_failure_is_avoided_and_images_are_carried() -> None:
     for line in ("begun images", "placed d0", "d0 dies"):
         machine.on(event_of(line))
     assert machine.carries_images
-    assert machine.retries == machine.num_attempts == 1
+    assert machine.num_attempts == 1
     machine.on(event_of("placed d1"))
     machine.on(event_of("d1 is full"))
     assert machine.avoid.refused == {"d1"}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.api import Usage
-from router.request.usage_record import UsageCall, UsageMark, UsageRecord, ended, is_due, placed
+from router.timeline.usage_record import UsageCall, UsageMark, UsageRecord, ended, is_due, placed
 
 FIRST, NEXT = UsageCall("1", "d", False), UsageCall("2", "d", True)
 RECORD = UsageRecord(

@@ -1,4 +1,4 @@
-"""Stores of the marks of `router.request.usage_record`: in Redis, or in memory for one router."""
+"""Stores of the marks of `router.timeline.usage_record`: in Redis, or in memory for one router."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvstore.index.connection import BadValue, Script
 from kvstore.index.keys import Keys
 from kvstore.index.reads import string
 from kvstore.leases import RecordKey
-from router.request.usage_record import HOLD_S, UsageMark
+from router.timeline.usage_record import HOLD_S, UsageMark
 
-SWAP = Script("router.request", "usage_swap.lua")
-DUE = Script("router.request", "usage_due.lua")
+SWAP = Script("router.timeline", "usage_swap.lua")
+DUE = Script("router.timeline", "usage_due.lua")
 MARK_TTL_MS = 3_600_000
 HELD_TTL_MS = 7 * 86_400_000
 """Lifetime of a mark that holds a record: all routers may be down for a while."""

@@ -19,10 +19,10 @@ from baton.messages import FirstToken, NewTokens, PrefillReport, Transferred
 from baton.sampling import FinishReason
 from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.prompt import Tokenizer
-from router.request import request_log
-from router.request.request_log import RequestFilter, RequestLog
 from router.serve.choice import Choice, ChoiceGroup
-from router.serve.events import MOST_EVENTS, EventKind, EventLog
+from router.timeline import log as request_log
+from router.timeline.events import MOST_EVENTS, ChoiceTimeline, Decoded
+from router.timeline.log import RequestFilter, RequestLog
 from tests.support.described import check_described
 from tests.support.waiting import until
 from tests.unit.router.serve.scripted_workers import Bench, ScriptedWorkers, bench_of, ticket
@@ -254,14 +254,14 @@ async def test_nothing_of_a_request_stays_behind_that_its_record_does_not_name(r
 
 
 def test_of_many_events_those_in_the_middle_are_left_out() -> None:
-    log = EventLog()
+    choice = ChoiceTimeline()
     for number in range(MOST_EVENTS + 10):
-        log.note(float(number), EventKind.PLACED, "")
-    assert [event.at_s for event in log.events] == [
+        choice.add(Decoded(float(number), 0))
+    assert [event.at_s for event in choice.events] == [
         *range(MOST_EVENTS // 2),
         *range(MOST_EVENTS // 2 + 10, MOST_EVENTS + 10),
     ]
-    assert log.num_left_out == 10
+    assert choice.num_left_out == 10
 
 
 async def test_operators_ask_over_http(router: Router) -> None:

@@ -17,8 +17,8 @@ from baton.errors import ConfigError, StoreUnavailable
 from baton.tasks import seen_through
 from baton.telemetry.instruments import Instruments
 from kvstore.leases import RecordKey
-from router.request.usage_marks import MarkStore
-from router.request.usage_record import MarkStep, UsageCall, UsageMark, UsageRecord, ended, is_due, placed
+from router.timeline.usage_marks import MarkStore
+from router.timeline.usage_record import MarkStep, UsageCall, UsageMark, UsageRecord, ended, is_due, placed
 
 logger = logging.getLogger(__name__)
 TIMEOUT_S = 1.0

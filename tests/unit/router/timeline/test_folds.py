@@ -10,23 +10,67 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement import Objective
-from router.slo import SloOutcome, Stage, StageLog, StagePhase, Stages, blame, classify, phases
+from baton.cluster import Role
+from baton.messages import PrefillReport, Transferred
+from router.placement import Mode, Objective, Placement
+from router.timeline.events import (
+    Attempted,
+    ChoiceTimeline,
+    Computed,
+    Decoded,
+    KvTransferred,
+    Migrated,
+    Placed,
+    Reserved,
+)
+from router.timeline.folds import SloOutcome, Stage, StagePhase, Stages, blame, choice_phases, classify, phases
 
 QUEUE, ADMISSION, PREFILL, TRANSFER, DECODE, RECOVERY = Stage
 TTFT, ITL, E2E = SloOutcome.TTFT_MISSED, SloOutcome.ITL_MISSED, SloOutcome.E2E_MISSED
 SECONDS = st.floats(0, 1000)
 
 
-def served() -> StageLog:
+class Written:
+    """A choice's timeline, written event by event."""
+
+    def __init__(self) -> None:
+        self.choice = ChoiceTimeline()
+        self._attempt = -1
+
+    def attempt(self, at_s: float) -> None:
+        self._attempt += 1
+        self.choice.add(Attempted(at_s, self._attempt, self.choice.last_token_s))
+
+    def asks_for_room(self, at_s: float) -> None:
+        placement = Placement(mode=Mode.DISAGGREGATED, decode_worker="d", prefill_worker="p")
+        self.choice.add(Placed(at_s, self._attempt, 0.0, placement, placement.prediction, 0))
+
+    def has_room(self, at_s: float) -> None:
+        self.choice.add(Reserved(at_s, self._attempt, "d"))
+
+    def computed(self, at_s: float, prefill_s: float, room_s: float = 0.0) -> None:
+        report = PrefillReport(prefill_s=prefill_s, room_s=room_s)
+        self.choice.add(Computed(at_s, self._attempt, "p", Role.PREFILL, 0, report))
+
+    def decodes(self, at_s: float) -> None:
+        self.choice.add(Decoded(at_s, self._attempt))
+
+    def transferred(self, at_s: float, exposed_s: float) -> None:
+        self.choice.add(KvTransferred(at_s, self._attempt, "d", Transferred(1, 1, exposed_s, exposed_s)))
+
+    def until(self, now_s: float) -> list[StagePhase]:
+        return choice_phases(self.choice, now_s)
+
+
+def served() -> Written:
     """Placed at 11, a ticket at 13, first token at 20, second at 21, on the last of which the KV transfer took 0.5
     s."""
-    log = StageLog()
+    log = Written()
     log.attempt(11.0)
     log.asks_for_room(12.0)
     log.has_room(13.0)
     log.computed(20.0, 4.0)
-    log.last_token_s = 20.0
+    log.choice.last_token_s = 20.0
     log.decodes(21.0)
     log.transferred(21.5, 0.5)
     return log
@@ -57,7 +101,7 @@ def test_the_first_tokens_way_to_the_client_makes_no_phase() -> None:
 
 
 def test_where_one_worker_does_both_its_wait_for_room_comes_before_the_prompt() -> None:
-    log = StageLog()
+    log = Written()
     log.attempt(11.0)
     log.computed(20.0, 4.0, room_s=3.0)
     assert phases(10.0, 20.0, 21.0, log.until(21.0)) == [
@@ -71,7 +115,7 @@ def test_where_one_worker_does_both_its_wait_for_room_comes_before_the_prompt() 
 def test_a_kv_transfer_takes_no_longer_than_to_the_second_token() -> None:
     """Whether its report comes before that token or after it."""
     for recorded in ("after", "before"):
-        log = StageLog()
+        log = Written()
         log.attempt(1.0)
         log.computed(2.0, 0.5)
         if recorded == "after":
@@ -80,11 +124,11 @@ def test_a_kv_transfer_takes_no_longer_than_to_the_second_token() -> None:
         else:
             log.transferred(2.75, 5.0)
             log.decodes(3.0)
-        assert log.noted[-1] == (TRANSFER, 2.0, 2.75)
+        assert log.until(10.0)[-1] == (TRANSFER, 2.0, 2.75)
 
 
 def test_attempts_that_fail_before_the_first_token_are_recovery_whatever_they_did() -> None:
-    log = StageLog()
+    log = Written()
     log.attempt(1.0)
     log.asks_for_room(1.5)
     log.has_room(2.0)
@@ -110,7 +154,7 @@ def test_attempts_that_fail_before_the_first_token_are_recovery_whatever_they_di
 def test_after_it_recovery_is_the_gap_that_the_client_sees() -> None:
     """The worker fell silent at 25 and was given up at 27; its successor's first token came at 29."""
     log = served()
-    log.last_token_s = 25.0
+    log.choice.last_token_s = 25.0
     log.attempt(27.0)
     log.attempt(27.5)
     log.asks_for_room(27.6)
@@ -131,7 +175,7 @@ def test_after_it_recovery_is_the_gap_that_the_client_sees() -> None:
 
 
 def test_what_has_not_ended_ends_with_the_request() -> None:
-    log = StageLog()
+    log = Written()
     assert phases(1.0, 0.0, 3.0, log.until(3.0)) == [(QUEUE, 1.0, 3.0)]
     log.attempt(2.0)
     log.asks_for_room(2.5)
@@ -139,13 +183,13 @@ def test_what_has_not_ended_ends_with_the_request() -> None:
     log.has_room(2.75)
     assert phases(1.0, 0.0, 3.0, log.until(3.0))[-1] == (QUEUE, 2.75, 3.0)
     log.computed(4.0, 1.0)
-    log.last_token_s = 5.0
+    log.choice.last_token_s = 5.0
     log.attempt(6.0)
     assert phases(1.0, 4.0, 9.0, log.until(9.0))[-2:] == [(DECODE, 4.0, 5.0), (RECOVERY, 5.0, 9.0)]
 
 
 def test_another_choices_first_token_cuts_what_is_before_it() -> None:
-    log = StageLog()
+    log = Written()
     log.attempt(1.0)
     log.asks_for_room(1.5)
     log.has_room(4.0)
@@ -157,6 +201,16 @@ def test_another_choices_first_token_cuts_what_is_before_it() -> None:
         (PREFILL, 4.5, 5.0),
         (DECODE, 5.0, 7.0),
     ]
+
+
+def test_a_migration_counts_as_decoding() -> None:
+    log = served()
+    log.choice.last_token_s = 24.0
+    log.choice.add(Migrated(24.5, 1, "d1"))
+    log.has_room(24.75)
+    log.transferred(25.0, 0.5)
+    log.decodes(25.5)
+    assert log.until(30.0) == served().until(30.0)
 
 
 @given(
