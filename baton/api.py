@@ -96,19 +96,19 @@ class TokenIds:
             InvalidRequest: there are too many tokens and no truncation.
         """
         if truncation is None:
-            check_num_tokens(len(token_ids), most)
+            if len(token_ids) > most:
+                raise too_long(len(token_ids), most)
             return TokenIds(tuple(token_ids))
         return TokenIds(replace(truncation, num_tokens=most).of(token_ids))
 
 
-def check_num_tokens(num_tokens: int, most: int, model: str = "this model") -> None:
-    """Raise ContextLengthExceeded for a prompt of more tokens than the model takes."""
-    if num_tokens > most:
-        raise ContextLengthExceeded(
-            f"the prompt has {num_tokens} tokens, but {model} takes at most {most} (its context window less one "
-            "token of answer); shorten the prompt",
-            "input",
-        )
+def too_long(num_tokens: int, most: int, model: str = "this model") -> ContextLengthExceeded:
+    """Return the error of a prompt of more tokens than the model takes."""
+    return ContextLengthExceeded(
+        f"the prompt has {num_tokens} tokens, but {model} takes at most {most} (its context window less one token of "
+        "answer); shorten the prompt",
+        "input",
+    )
 
 
 PromptInput = Text | Chat | TokenIds

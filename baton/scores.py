@@ -94,34 +94,3 @@ class Sampled(NamedTuple):
     """Reasons why rows have no token, by row."""
     candidates: Mapping[int, Candidates] = {}
     """Next tokens of the rows of beam searches, by row."""
-
-
-class Drawn(NamedTuple):
-    """Results of the parts of a step that sample."""
-
-    token_ids: list[tuple[int, ...]]
-    """Tokens of each part; none for a part that failed or belongs to a beam search."""
-    scores: list[TokenScores] | None = None
-    """Scores of each part's tokens; None: no part asks for them."""
-    failures: Mapping[int, str] = {}
-    """Reasons why parts have no token, by part."""
-    candidates: Mapping[int, Candidates] = {}
-    """Next tokens of the parts of beam searches, by part."""
-
-    @classmethod
-    def one_each(cls, sampled: Sampled) -> Drawn:
-        """Return the results of parts that have one row each."""
-        without = sampled.candidates
-        token_ids: list[tuple[int, ...]] = [(token_id,) for token_id in sampled.token_ids]
-        for row in without:
-            token_ids[row] = ()
-        return cls(token_ids, sampled.scores, sampled.failures, without)
-
-    def in_order(self, parts: Sequence[int]) -> Drawn:
-        """Return the results with the parts reordered: the first one is the part of the first index, and so on."""
-        return Drawn(
-            [self.token_ids[part] for part in parts],
-            [self.scores[part] for part in parts] if self.scores else None,
-            {place: self.failures[part] for place, part in enumerate(parts) if part in self.failures},
-            {place: self.candidates[part] for place, part in enumerate(parts) if part in self.candidates},
-        )

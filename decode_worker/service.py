@@ -25,7 +25,7 @@ from engine.core.outputs import Generated, Reserved
 from engine.core.sequence import Purpose
 from engine.core.serving import ServedSequence
 from kvstore.transfer.connection.reservations import Expected
-from kvstore.worker_context import WorkerContext
+from kvstore.transfer.endpoint import WorkerContext
 
 
 class DecodeService:
@@ -41,7 +41,8 @@ class DecodeService:
             WorkerDraining: the worker takes no new work.
             TransferError: the KV did not arrive, or came with an invalid token.
         """
-        self._worker.require_staying()
+        if self._worker.is_draining:
+            raise self._worker.refusal()
         spec = request.sequence
         span = tracing.start_span("decode", trace, {"baton.worker": self._worker.worker_id})
         try:
@@ -58,9 +59,11 @@ class DecodeService:
 
     async def fetch(self, request: FetchRequest, trace: Context) -> AsyncGenerator[Fetched]:
         """Pull a prefix of a sequence that will migrate to this worker, so that little is missing when it does."""
-        self._worker.require_staying()
+        if self._worker.is_draining:
+            raise self._worker.refusal()
         num_tokens = await self._worker.kv.prefixes.fetch(request.sequence, request.source, time.monotonic(), trace)
-        self._worker.require_staying()
+        if self._worker.is_draining:
+            raise self._worker.refusal()
         yield Fetched(num_tokens)
 
     async def _aggregated(

@@ -4,4 +4,4 @@
 KV between the caches of two workers, and only workers import it.
 """
 
-__all__ = ["adapters", "index", "leases", "transfer", "worker_context"]
+__all__ = ["adapters", "index", "leases", "transfer"]

@@ -15,8 +15,8 @@ from baton.telemetry import tracing
 from engine.core.outputs import Admitted, Generated
 from engine.core.sequence import Purpose
 from engine.core.serving import ServedSequence
+from kvstore.transfer.endpoint import WorkerContext
 from kvstore.transfer.sender import OutgoingTransfer
-from kvstore.worker_context import WorkerContext
 
 
 class PrefillService:
@@ -35,8 +35,8 @@ class PrefillService:
         worker, spec, ticket, source = self._worker, request.sequence, request.ticket, request.source
         if ticket is not None:
             _require_fitting(ticket, len(spec.token_ids))
-        if not spec.is_continued:
-            worker.require_staying()
+        if worker.is_draining and not spec.is_continued:
+            raise worker.refusal()
         arrived_s = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
             transfer = await stack.enter_async_context(worker.kv.sender.transfer(ticket)) if ticket else None

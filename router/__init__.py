@@ -18,7 +18,6 @@ __all__ = [
     "answer",
     "api",
     "cluster",
-    "http_server",
     "placement",
     "process",
     "prompt",

@@ -32,21 +32,15 @@ from kvstore.leases import RedisLeases, RedisRecords, ReportedLoads
 from router.admission import Accounts, Ledger, Limiter, ModelFacts, RedisLedger, SloCounts
 from router.admission.tenants import TenantBook, TenantsFile
 from router.answer import AnswerFormat
-from router.api.adapter_orders import AdapterOrders
-from router.api.controller_client import ControllerClient
 from router.api.grpc_api import MAX_MESSAGE_BYTES, SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
+from router.api.http import HttpServer, connection_limits, http_servers
 from router.api.operations import Operations
+from router.api.orders import AdapterOrders, ControllerClient
 from router.api.places import OpenConnections
-from router.cluster.dependencies import Dependencies
-from router.cluster.history import ClusterHistory
-from router.cluster.history_store import HistoryStore, RedisHistory
-from router.cluster.load import LoadMeter
-from router.cluster.readiness import Readiness
-from router.cluster.registry import Registry
-from router.cluster.watch import AlertBook, AlertWatch
-from router.http_server import HttpServer, connection_limits, http_servers
-from router.placement.pool_view import UNKNOWN_LENGTH, PoolView
-from router.placement.stale_hints import HintTracker
+from router.cluster.history import ClusterHistory, HistoryStore, RedisHistory
+from router.cluster.registry import Dependencies, Readiness, Registry
+from router.cluster.watch import AlertBook, AlertWatch, LoadMeter
+from router.placement.pool_view import UNKNOWN_LENGTH, HintTracker, PoolView
 from router.prompt import Tokenizer
 from router.request.model import LoadedModel
 from router.request.resume import Journal

@@ -15,12 +15,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from router.admission.tenants import TenantBook
-from router.api.document import document
-from router.api.fields import Refusal, WithoutEffect
+from router.api.apis import document
+from router.api.browsers import FOR_OPERATORS
+from router.api.fields import DeclaredBody, Refusal, WithoutEffect
 from router.api.http import create_app
-from router.api.origins import FOR_OPERATORS
 from router.api.routes import BodyRoute
-from router.api.strict import DeclaredBody
 from router.api.unserved import ANTHROPICS, OPENAIS
 from tools.chart_docs import between
 

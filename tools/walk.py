@@ -37,7 +37,8 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = ("baton", "engine", "kvstore", "router", "prefill_worker", "decode_worker", "worker", "deploy", "lab")
 KV_TRANSFER = tuple(f"kvstore/transfer/{room}/" for room in ("protocol", "connection", "pipeline", "copy", "transport"))
 OF_A_BLOCK = ("engine/", "kvstore/transfer/", "prefill_worker/", "decode_worker/", "worker/")
-IDLE_S = 4.0
+IDLE_S = 12.0
+"""Longer than twice the longest period of a background task, which then runs before the traced request, too."""
 
 Function = tuple[str, str]
 """A file, relative to the repository, and the qualified name of a function in it."""

@@ -44,7 +44,7 @@ from baton.messages import (
 )
 from baton.registered_adapters import DIGEST, MAX_RANK, check_name, check_path
 from baton.rpc.errors import to_failed
-from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
+from baton.tasks import Outbox
 from baton.telemetry import logs, tracing
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from worker.adapters import AdapterChecks
@@ -67,7 +67,7 @@ def max_message_bytes(max_model_len: int, *, takes_images: bool = False) -> int:
         takes_images: a frame may have a single command with the images of a request instead.
     """
     start_bytes = int(wire.max_start_bytes(max_model_len))
-    most = max(MAX_FRAME_COMMANDS * start_bytes, 4 * 2**20)
+    most = max(wire.MAX_FRAME_COMMANDS * start_bytes, 4 * 2**20)
     return max(most, start_bytes + MAX_REQUEST_BYTES) if takes_images else most
 
 

@@ -34,9 +34,8 @@ from kvstore.index import IndexPublisher, RedisConnection, RedisIndex, StreamBou
 from kvstore.leases import LeaseKeeper, LeaseStore, RedisLeases
 from kvstore.leases.codec import encode_load
 from kvstore.transfer.copy.kernel_choice import kernels_of, why_not_kernels
-from kvstore.transfer.endpoint import KvEndpoint
+from kvstore.transfer.endpoint import KvEndpoint, WorkerContext
 from kvstore.transfer.local_worker import LocalWorker
-from kvstore.worker_context import WorkerContext
 from worker.ahead import peers_of
 
 WIRE_VERSION = 2

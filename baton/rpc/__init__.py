@@ -1,8 +1,7 @@
 """gRPC settings of all processes: servers, channels and typed errors across the wire.
 
 `server` has the settings of servers and channels (keepalive, health, reflection). `arrivals` limits incoming messages
-of a server, `members` restricts members' servers to members, `errors` maps the error tree to statuses and back,
-`outbox` is the queue before the stream between a router and a worker.
+of a server, `members` restricts members' servers to members, `errors` maps the error tree to statuses and back.
 """
 
 from baton.rpc.errors import MalformedCount, from_rpc_error

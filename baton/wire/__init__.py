@@ -1,8 +1,8 @@
 """Conversion between protobuf and domain values, one file per contract; no other code uses protobuf.
 
 The contracts are in `proto/`: `inference` for clients, `worker` for routers and workers, `kv` for two workers, `admin`
-for operators. `known_fields` rejects or avoids fields of other releases, `field_count` limits the contents of a
-client's message, `convert` has the shared functions.
+for operators. `convert` has the shared functions; it limits the contents of a client's message, and rejects or avoids
+fields of other releases.
 """
 
 from baton.wire.admin import (
@@ -23,8 +23,19 @@ from baton.wire.admin import (
     timelines,
     workers_response,
 )
-from baton.wire.convert import MAX_CONTROL_BYTES
-from baton.wire.field_count import check_num_fields
+from baton.wire.convert import (
+    KNOWN_FIELDS,
+    MAX_CONTROL_BYTES,
+    PERMIT_FIELD,
+    Unreadable,
+    check_known,
+    check_num_fields,
+    fields_in,
+    fields_unknown_to,
+    named,
+    readable,
+    unknown_field,
+)
 from baton.wire.inference import (
     generate_chunk,
     generate_request,
@@ -33,17 +44,6 @@ from baton.wire.inference import (
     list_models_response,
     tokenize_request_from_pb,
     tokenize_response,
-)
-from baton.wire.known_fields import (
-    KNOWN_FIELDS,
-    PERMIT_FIELD,
-    Unreadable,
-    check_known,
-    fields_in,
-    fields_unknown_to,
-    named,
-    readable,
-    unknown_field,
 )
 from baton.wire.kv import (
     pull_from_pb,
@@ -55,6 +55,7 @@ from baton.wire.kv import (
 )
 from baton.wire.worker import (
     MAX_COMMANDS,
+    MAX_FRAME_COMMANDS,
     cancel_command,
     commands,
     events,
@@ -78,6 +79,7 @@ __all__ = [
     "KNOWN_FIELDS",
     "MAX_COMMANDS",
     "MAX_CONTROL_BYTES",
+    "MAX_FRAME_COMMANDS",
     "PERMIT_FIELD",
     "Unreadable",
     "adapter_as_json",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,15 +15,9 @@ from baton.scores import NO_SCORES, TokenScores
 from baton.structure import StructuredOutputs
 from baton.tools import Tool, ToolCallDelta, ToolChoice, ToolUse
 from baton.v1 import inference_pb2
-from baton.wire.convert import from_pb, to_pb
-
-SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-"""Fields of the contract's `SamplingParams` that this release has."""
-
+from baton.wire.convert import SAMPLING_NAMES, check_items, from_pb, to_pb
 
 UNBOUNDED = 2**31
-MAX_ITEMS = 4096
-"""Maximum items of a repeated field: the limit of the longest one."""
 
 
 def write_sampling(params: SamplingParams, message: inference_pb2.SamplingParams) -> None:
@@ -32,12 +25,6 @@ def write_sampling(params: SamplingParams, message: inference_pb2.SamplingParams
     message.SetInParent()
     if asked := params.asked:
         message.MergeFrom(_asked_sampling(asked))
-
-
-def check_items(name: str, num_items: int) -> None:
-    """Raise InvalidRequest for more items than any field may have, except for the token ids of a prompt."""
-    if num_items > MAX_ITEMS:
-        raise InvalidRequest(f"{name} has {num_items} items; send at most {MAX_ITEMS}", name)
 
 
 def sampling_from_pb(message: inference_pb2.SamplingParams) -> SamplingParams:

@@ -14,12 +14,13 @@ from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
 from baton.structure import MAX_GRAMMAR_BYTES, MAX_STRUCTURE_CHOICES
 from baton.v1 import worker_pb2
-from baton.wire.convert import MAX_CONTROL_BYTES, Oneof, from_pb, require_short, to_pb
+from baton.wire.convert import MAX_CONTROL_BYTES, Oneof, fields_in, from_pb, require_short, to_pb, unknown_field
 from baton.wire.inference import sampling_from_pb, write_sampling
-from baton.wire.known_fields import fields_in, unknown_field
 
 MAX_COMMANDS = 1024
-"""Maximum commands in one frame; a router writes a few (`baton.rpc.outbox`)."""
+"""Maximum commands in one frame of any router."""
+MAX_FRAME_COMMANDS = 16
+"""Commands in one frame of a router: a worker accepts messages with this many prompts of maximum length."""
 MAX_TOKEN_BYTES = 5
 MAX_STRUCTURE_BYTES = MAX_GRAMMAR_BYTES + 8 * MAX_STRUCTURE_CHOICES
 """Longest structure of an output, in bytes, including the encoding of each choice."""

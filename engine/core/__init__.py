@@ -23,5 +23,4 @@ __all__ = [
     "scheduler",
     "sequence",
     "serving",
-    "step_fit",
 ]

@@ -18,13 +18,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton.costs import StepCosts
+from baton.costs import StepCosts, StepSize
 from engine.core.draft_model import DraftModel
 from engine.core.draft_runner import DraftedRunner
 from engine.core.ngrams import NO_GUESS, Guess, NgramIndex
 from engine.core.runner import UNKNOWN_TOKEN, Proposal, Runner, StepPart
 from engine.core.sequence import Purpose, Sequence
-from engine.core.step_fit import StepSize
 
 MARGIN = 1.25
 """Factor by which a draft's chance must exceed its price, because both are estimates."""

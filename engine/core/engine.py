@@ -21,7 +21,7 @@ from collections.abc import Sequence as SequenceOf
 
 from baton.blocks import HASH_BLOCK
 from baton.cluster import BlockCounts
-from baton.costs import StepCosts
+from baton.costs import StepCosts, StepFit, StepSize
 from baton.errors import BatonError, InvalidRequest, TransferRefused, Unsupported
 from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
 from baton.messages import PrefillReport, SequenceSpec
@@ -37,7 +37,6 @@ from engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Pr
 from engine.core.runner import EMPTY_PLACE, BlockTables, Runner, StepInput, StepOutput
 from engine.core.scheduler import Schedule, Scheduler, SchedulerLimits, can_plan_ahead
 from engine.core.sequence import Purpose, Search, Sequence, Status
-from engine.core.step_fit import StepFit, StepSize
 
 
 class Engine:
@@ -72,7 +71,8 @@ class Engine:
             TransferRefused: its beams cannot continue from KV that another worker computed.
         """
         require_computable(spec, self.runner)
-        assert bool(adapter) == needs_adapter(spec, purpose), "a sequence has no slot for its adapter"
+        needs = spec.adapter is not None and needs_adapter(spec, purpose)
+        assert bool(adapter) == needs, "a sequence has no slot for its adapter"
         sequence = Sequence(spec=spec, purpose=purpose, arrival_s=now, adapter=adapter)
         sequence.only_computes = purpose is Purpose.PREFILL and self.runner.canvas_length > 0
         if spec.sampling.use_beam_search and purpose is not Purpose.PREFILL and spec.max_tokens:

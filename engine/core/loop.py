@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from baton.adapters import AdapterFacts
-from baton.costs import StepCosts
+from baton.costs import StepCosts, StepSize
 from baton.errors import BatonError, DeviceLost, InvalidRequest, LostInStep, Overloaded, WorkerFailed, in_one_line
 from baton.hypotheses import Hypotheses
 from baton.messages import SeenImage, SequenceSpec
@@ -48,7 +48,6 @@ from engine.core.runner import (
     ignore_layer,
 )
 from engine.core.sequence import Purpose, Sequence, Status
-from engine.core.step_fit import StepSize
 
 logger = logging.getLogger(__name__)
 LEAST_LEAD_S = 0.001
@@ -225,7 +224,8 @@ class EngineLoop:
         """See `ServingEngine.sequence`."""
         if self._lost is not None:
             raise self._lost
-        if self.engine.num_waiting + self._adapters.num_waiting >= self.max_waiting(spec):
+        num_loading = self._adapters.num_waiting if self.max_adapters else 0
+        if self.engine.num_waiting + num_loading >= self.max_waiting(spec):
             raise Overloaded("the worker's queue is full; try again later")
         arrived_s = time.monotonic() if arrived_s is None else arrived_s
         if spec.sampling.is_structured:
@@ -635,7 +635,7 @@ class StepThreads:
             output = self._collector.submit(lambda: launching.result().collect())
         else:
             launched = output = self._thread.submit(self._execute, after, step, on_layer_done)
-        size = StepSize.of(step, denoises=self._runner.canvas_length > 0)
+        size = step.size(denoises=self._runner.canvas_length > 0)
         expected_s = size.expected_s(costs)
         self.last = RunningStep(
             step=step,

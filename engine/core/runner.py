@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from baton.adapters import AdapterFacts
 from baton.blocks import HASH_BLOCK
 from baton.cluster import Computes
+from baton.costs import StepSize
 from baton.errors import BatonError, ImagesMissing, InvalidRequest, TooLarge
 from baton.messages import Adapter, PlacedImage
 from baton.sampling import SamplingParams
-from baton.scores import NO_SCORES, Candidates, Drawn, Sampled, TokenScores
+from baton.scores import NO_SCORES, Candidates, Sampled, TokenScores
 from engine.core.image_store import ImageStore
 
 T = TypeVar("T")
@@ -363,6 +364,61 @@ class StepInput:
     @property
     def num_scheduled_tokens(self) -> int:
         return sum(len(part.token_ids) for part in self.parts)
+
+    def size(self, *, denoises: bool = False) -> StepSize:
+        """Return the size of the step.
+
+        Args:
+            denoises: whether the model denoises canvases: each step of one counts as decoding, also of the first one.
+        """
+        num_new = num_pairs = num_decoding = num_kv_tokens = num_drafts = 0
+        for part in self.parts:
+            num_tokens, start = len(part.token_ids) - part.num_drafts, part.num_computed_tokens
+            num_new += num_tokens
+            num_drafts += part.num_drafts
+            if part.is_decoding or (denoises and part.sample and num_tokens == 1):
+                num_decoding += 1
+                num_kv_tokens += start + 1
+            else:
+                num_pairs += num_tokens * (2 * start + num_tokens) // 2
+        return StepSize(
+            num_new=num_new,
+            num_pairs=num_pairs,
+            num_decoding=num_decoding,
+            num_kv_tokens=num_kv_tokens,
+            num_drafts=num_drafts,
+        )
+
+
+class Drawn(NamedTuple):
+    """Results of the parts of a step that sample."""
+
+    token_ids: list[tuple[int, ...]]
+    """Tokens of each part; none for a part that failed or belongs to a beam search."""
+    scores: list[TokenScores] | None = None
+    """Scores of each part's tokens; None: no part asks for them."""
+    failures: Mapping[int, str] = {}
+    """Reasons why parts have no token, by part."""
+    candidates: Mapping[int, Candidates] = {}
+    """Next tokens of the parts of beam searches, by part."""
+
+    @classmethod
+    def one_each(cls, sampled: Sampled) -> Drawn:
+        """Return the results of parts that have one row each."""
+        without = sampled.candidates
+        token_ids: list[tuple[int, ...]] = [(token_id,) for token_id in sampled.token_ids]
+        for row in without:
+            token_ids[row] = ()
+        return cls(token_ids, sampled.scores, sampled.failures, without)
+
+    def in_order(self, parts: Sequence[int]) -> Drawn:
+        """Return the results with the parts reordered: the first one is the part of the first index, and so on."""
+        return Drawn(
+            [self.token_ids[part] for part in parts],
+            [self.scores[part] for part in parts] if self.scores else None,
+            {place: self.failures[part] for place, part in enumerate(parts) if part in self.failures},
+            {place: self.candidates[part] for place, part in enumerate(parts) if part in self.candidates},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

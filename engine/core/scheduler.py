@@ -133,7 +133,7 @@ class Scheduler:
         plan = StepPlan(budget=self.limits.max_num_batched_tokens, canvas_length=self.limits.canvas_length)
         self._preempted = []
         self._plan(plan, now)
-        if self.drafter is not None and may_draft and plan.budget > 0:
+        if self.drafter is not None and may_draft and plan.budget > 0 and any(part.is_decoding for part in plan.parts):
             self._draft(self.drafter, plan)
         # All copies, also those of sequences without a part in this step: the step may change the state that they read.
         copies = [copy for sequence in self.running if sequence.copies for copy in sequence.copies]

@@ -12,6 +12,7 @@ Blocks are head-major, so that a tensor-parallel slice of a block is one contigu
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import mmap
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from engine.core.runner import BlockCopy
 
 
+@functools.cache
 def torch_dtype(name: str) -> torch.dtype:
     """Return the data type with this name, without `torch.`."""
     dtype = getattr(torch, name)

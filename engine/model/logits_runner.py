@@ -23,7 +23,7 @@ from baton.errors import ConfigError, ModelLoadError, in_one_line
 from baton.memory import GIB, PROCESS_BYTES, Room, adapters_bytes, available_memory, weights_bytes
 from baton.messages import Adapter
 from baton.sampling import SamplingParams
-from baton.scores import NO_SCORES, Drawn, Sampled, TokenScores
+from baton.scores import NO_SCORES, Sampled, TokenScores
 from baton.tokenizer_file import end_of_sequence_ids
 from engine.core.faults import Fault, fault_of
 from engine.core.image_store import ImageStore
@@ -32,6 +32,7 @@ from engine.core.runner import (
     FP8,
     BlockCopy,
     ComputedStep,
+    Drawn,
     LaunchedStep,
     NotedLayers,
     OnLayerDone,

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from baton.scores import Drawn, Sampled
-from engine.core.runner import UNKNOWN_TOKEN, BlockCopy, LaunchedStep, StepInput, StepOutput, StepPart
+from baton.scores import Sampled
+from engine.core.runner import UNKNOWN_TOKEN, BlockCopy, Drawn, LaunchedStep, StepInput, StepOutput, StepPart
 from engine.uploads import StepNumbers
 
 SOME_TOKEN = 0

@@ -182,7 +182,8 @@ class NativeRunner(LogitsRunner):
                 raise NotNative(f"the first step's logits are not near those of the exact weights: {difference:.1e}")
 
     def _compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
-        self.cache.copy_blocks(step.copies)
+        if step.copies:
+            self.cache.copy_blocks(step.copies)
         batch, numbers, logits = self._batch(step)
         last = self._model.description.num_layers
         # A prompt's KV is reported layer by layer. That of single tokens is small, so one call computes all layers.

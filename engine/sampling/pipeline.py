@@ -76,7 +76,7 @@ class Sampler:
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Start the part of a step's work that does not need its logits; `sample` must follow with the same rows."""
-        if structured := _asking(rows, structure.is_asked):
+        if structured := _asking(rows, _is_structured):
             self._structures.begin(structured)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
@@ -96,7 +96,7 @@ class Sampler:
 
     @torch.inference_mode()
     def _specially(self, logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
-        structured = _asking(rows, structure.is_asked)
+        structured = _asking(rows, _is_structured)
         masks = self._structures.masks(structured) if structured else _NO_MASKS
         raw = RawLogits(logits, rows, self._buffers) if any(row.sampling.wants_scores for row in rows) else None
         if any(row.sampling.adjusts_logits for row in rows):
@@ -182,6 +182,11 @@ class Sampler:
 
 def _asking(rows: Sequence[Row], asks: Callable[[Row], bool]) -> dict[int, Row]:
     return {index: row for index, row in enumerate(rows) if asks(row)}
+
+
+def _is_structured(row: Row) -> bool:
+    """Return whether a row has a structure or a reasoning budget."""
+    return row.sampling.is_structured
 
 
 def best(logits: torch.Tensor) -> list[int]:

@@ -35,11 +35,6 @@ _Allowed = npt.NDArray[np.bool_]
 """Array over the vocabulary: whether each token may come next."""
 
 
-def is_asked(row: Row) -> bool:
-    """Return whether a row has a structure or a reasoning budget."""
-    return row.sampling.is_structured
-
-
 @dataclass(frozen=True, slots=True)
 class Masks:
     """Token masks of a step's rows."""

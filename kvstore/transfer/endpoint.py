@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -16,6 +17,7 @@ import grpc
 from baton import wire
 from baton.blocks import HASH_BLOCK
 from baton.cluster import OpenConnections, TransferCounts
+from baton.errors import WorkerDraining
 from baton.trust import Party, check_permit, open_permit
 from baton.v1 import kv_pb2, kv_pb2_grpc
 from kvstore.transfer.copy.blocks import choose_copies
@@ -169,3 +171,18 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         except ValueError:
             return False
         return True
+
+
+@dataclass(slots=True)
+class WorkerContext:
+    """The part of a worker that the RPC handlers of both roles use. The worker's member updates `is_draining`."""
+
+    worker_id: str
+    engine: ServingEngine
+    kv: KvEndpoint
+    is_draining: bool = False
+    """True while the worker leaves its role; it takes no new work then."""
+
+    def refusal(self) -> WorkerDraining:
+        """Return the error of new work while the worker leaves its role."""
+        return WorkerDraining(f"{self.worker_id} takes no new work")

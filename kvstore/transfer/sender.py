@@ -79,6 +79,7 @@ class KvSender:
         self._config = config
         self._connections = ConnectionPool(worker, hello, config)
         self._ahead = OpeningsAhead(self._connections)
+        self._max_tokens = worker.max_tokens
         self._live: set[TransferPart] = set()
         self._ended = asyncio.Event()
         self._num_waiting = 0
@@ -229,7 +230,7 @@ class KvSender:
     def _parts(self, ticket: Ticket, num_tokens: int) -> dict[tuple[int, int], TransferPart]:
         """Plan the parts of a transfer, by sending and receiving rank."""
         here, there = self.layout, ticket.layout
-        if num_tokens > (most := self._worker.max_tokens):
+        if num_tokens > (most := self._max_tokens):
             raise TransferRefused(f"{num_tokens} tokens are to be sent; this worker's cache holds at most {most}")
         self.require_compatible(ticket)
         parts = {}

@@ -13,11 +13,10 @@ import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from baton.costs import StepCosts
+from baton.costs import StepCosts, StepSize
 from baton.fit import CostFit
-from engine.core.step_fit import StepSize
 from lab.simulate.costs import CostModel
-from router.placement.prices import DEFAULT_PRICES
+from router.placement.policy import DEFAULT_PRICES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

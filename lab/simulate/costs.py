@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from engine.core.step_fit import StepSize
+    from baton.costs import StepSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

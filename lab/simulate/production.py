@@ -15,7 +15,7 @@ from lab.simulate.worker import key_of
 from router.admission import AnswerHistory, Gate, QueueEntry
 from router.admission.tenants import DEFAULT_TENANT
 from router.placement import Candidate, Job, LoadTracker, Objective, Prices, Prompt, Residence, Turn, Weights, place
-from router.placement.order import LoadOrders
+from router.placement.load import LoadOrders
 from router.placement.policy import session_of
 from router.placement.pool_view import MAX_HOLDERS
 

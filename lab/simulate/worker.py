@@ -33,7 +33,6 @@ from engine.core.runner import (
 )
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence
-from engine.core.step_fit import StepSize
 from kvstore.index import BlockEvent, Op
 from lab.simulate.policy import WorkerView
 
@@ -326,7 +325,7 @@ class SimulatedWorker:
             else:
                 leap = 1
                 self.computed_tokens += part.num_scheduled_tokens
-        size = StepSize.of(step)
+        size = step.size()
         step_s = self.costs.step_s(size)
         self.engine.learn(size, step_s)
         return _Step(input=step, sequences=sequences, began_s=now, step_s=step_s, num_steps=leap)

@@ -1,14 +1,12 @@
 """Admission control: tenants, validation of requests, limits on concurrent requests, and deadlines.
 
 `tenants` and `validate` refuse requests that are not allowed or invalid. `gate` refuses requests beyond a tenant's
-share of a full router, and those whose first token is predicted to come too late. `accounts` refuses those beyond the
-tenant's own limits, which all routers share. `images` bounds the images of requests and their memory.
+share of a full router, those whose first token is predicted to come too late, and images that take too much memory.
+`accounts` refuses those beyond the tenant's own limits, which all routers share.
 """
 
-from router.admission.accounts import Accounts, Charge
-from router.admission.gate import TTFT_DEADLINE_FACTOR, AnswerHistory, Gate, Limiter, QueueEntry
-from router.admission.images import ImageMemory
-from router.admission.ledger import Ledger, MemoryLedger, RedisLedger
+from router.admission.accounts import Accounts, Charge, Ledger, MemoryLedger, RedisLedger
+from router.admission.gate import TTFT_DEADLINE_FACTOR, AnswerHistory, Gate, ImageMemory, Limiter, QueueEntry
 from router.admission.validate import (
     MAX_REQUEST_ID,
     MAX_SETTLED,

@@ -22,12 +22,15 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from baton.errors import BatonError, InvalidRequest, QuotaExceeded, StoreUnavailable
 from baton.quota import UNLIMITED, Quota, RateLimit
 from baton.telemetry.instruments import Instruments
-from router.admission.account import SEATS, WINDOWS_MS, LedgerAnswer, LedgerEntry
-from router.admission.ledger import Ledger, MemoryLedger
+from kvstore.index import RedisConnection
+from kvstore.index.connection import Script
+from kvstore.index.keys import Keys
+from router.admission.account import SEATS, SPANS, WINDOWS_MS, Account, LedgerAnswer, LedgerEntry
 from router.admission.tenants import Tenant
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,7 @@ LONGEST_HEEDED_S = 60.0
 """Maximum Retry-After that clients respect: they ignore a longer one and retry at once."""
 BUSY_RETRY_S = 1.0
 """Retry-After of a refusal because of answers in flight, whose end cannot be predicted."""
+BOOK = Script("router.admission", "ledger.lua")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -353,3 +357,75 @@ def quota_of(entry: LedgerEntry, answer: LedgerAnswer) -> Quota | None:
     if rates[0] is None and not tokens:
         return None
     return Quota(rates[0], min(tokens, key=lambda rate: rate.remaining, default=None))
+
+
+class Ledger(Protocol):
+    """Interface to the tenants' accounts."""
+
+    async def book(self, entry: LedgerEntry) -> LedgerAnswer:
+        """Record an entry atomically.
+
+        Raises:
+            StoreUnavailable: the store cannot be reached. The entry may or may not be recorded.
+        """
+
+    async def close(self) -> None:
+        """Close the ledger."""
+
+
+class MemoryLedger:
+    """A `Ledger` in memory.
+
+    Args:
+        clock: wall time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._accounts: dict[str, Account] = {}
+        self._clock = clock
+
+    async def book(self, entry: LedgerEntry) -> LedgerAnswer:
+        return self.book_now(entry)
+
+    def book_now(self, entry: LedgerEntry) -> LedgerAnswer:
+        """Record without waiting; see `Ledger.book`."""
+        return self._accounts.setdefault(entry.tenant_id, Account()).book(entry, int(self._clock() * 1000))
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class RedisLedger:
+    """A `Ledger` in Redis: one script call per entry. Owns `connection`: `close` closes it.
+
+    Args:
+        clock: wall time in seconds; None: the clock of Redis, which all routers share.
+    """
+
+    def __init__(self, connection: RedisConnection, namespace: str, clock: Callable[[], float] | None = None) -> None:
+        self._connection = connection
+        self._keys = Keys(namespace)
+        self._clock = clock
+
+    async def book(self, entry: LedgerEntry) -> LedgerAnswer:
+        now = int(self._clock() * 1000) if self._clock is not None else ""
+        windows = zip(WINDOWS_MS, entry.limits, entry.needs, entry.amounts, strict=True)
+        refused_by, retry_ms, used, reset_ms, num_in_flight, num_reserved = await self._connection.run(
+            BOOK,
+            [self._keys.account(entry.tenant_id)],
+            *(now, SPANS, entry.writer, entry.version, entry.num_held, entry.num_asked),
+            *("" if entry.max_in_flight is None else entry.max_in_flight, entry.lease_ms),
+            *(entry.num_reserved, entry.num_to_reserve),
+            *("" if value is None else value for window in windows for value in window),
+        )
+        return LedgerAnswer(
+            refused_by=refused_by - 1 if refused_by else None,
+            retry_ms=retry_ms,
+            used=tuple(used),
+            reset_ms=tuple(reset_ms),
+            num_in_flight=num_in_flight,
+            num_reserved=num_reserved,
+        )
+
+    async def close(self) -> None:
+        await self._connection.close()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.api import GenerateRequest, PromptInput, TokenIds, Truncation, check_num_tokens
+from baton.api import GenerateRequest, PromptInput, TokenIds, Truncation, too_long
 from baton.config import DEFAULT_CLASS, RouterConfig
 from baton.errors import ContextLengthExceeded, Forbidden, InvalidRequest, ModelNotFound
 from baton.messages import Adapter
@@ -76,7 +76,8 @@ def check_prompt(token_ids: Sequence[int], model: ModelFacts) -> None:
     """Raise InvalidRequest unless the prompt has 1 to max_model_len - 1 tokens."""
     if not token_ids:
         raise InvalidRequest("the prompt is empty; send at least one token", "input")
-    check_num_tokens(len(token_ids), model.max_model_len - 1, model.id)
+    if len(token_ids) > (most := model.max_model_len - 1):
+        raise too_long(len(token_ids), most, model.id)
 
 
 def check_vocabulary(token_ids: Sequence[int], model: ModelFacts) -> None:
@@ -254,7 +255,7 @@ def claim_of(request: GenerateRequest, tenant: Tenant, config: RouterConfig, arr
             "have the operator raise the tenant's max_priority",
             "priority",
         )
-    slo = config.slo_class(tenant.slo_class)
+    slo = config.slo_classes.get(tenant.slo_class or DEFAULT_CLASS) or config.slo_class(tenant.slo_class)
     asked = {"ttft_ms": request.ttft_ms, "itl_ms": request.itl_ms, "e2e_ms": request.e2e_ms}
     for name, value in asked.items():
         if value is not None and not 0 < value < math.inf:

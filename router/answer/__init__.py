@@ -6,11 +6,9 @@ they are grouped.
 
 from router.answer.call_format import CallForm, Written, form_of, known_form
 from router.answer.call_readers import JsonCalls, JsonKeys, Taken
-from router.answer.calls import CallIds, Calls, Parted
-from router.answer.channels import Channels, Delta
+from router.answer.channels import CallIds, Calls, Channels, Delta, Parted, ReasoningReader, Split
 from router.answer.format import PLAIN, AnswerFormat, AnswerPlan, with_reasoning, with_tool_choice
 from router.answer.marks import Mark, Reasoning
-from router.answer.reasoning import ReasoningReader, Split
 from router.answer.tag_calls import TagCalls, Tags, typed_text
 from router.answer.writer import AnswerChunks, AnswerSelection, AnswerWriter, IncrementalDetokenizer, Piece, StopChecker
 

@@ -15,11 +15,9 @@ import regex
 
 from baton.errors import ModelLoadError
 from baton.tools import Tool
-from router.answer.call_readers import JsonCalls, JsonKeys
-from router.answer.loose_tags import LooseTagCalls
+from router.answer.call_readers import JsonCalls, JsonKeys, PythonCalls
 from router.answer.marks import START, Found, Mark
-from router.answer.python_calls import PythonCalls
-from router.answer.tag_calls import TagCalls, Tags
+from router.answer.tag_calls import LooseTagCalls, TagCalls, Tags
 
 NAME_AND_ARGUMENTS = JsonKeys()
 _PLACE = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
@@ -222,7 +220,7 @@ HERMES = _with_loose(
     rf"<tool_call>(?:\s*```(?:json)?)?|(?P<bare><tools>\s*(?:```(?:json)?\s*)?)(?=[\[{{])|{_BARE_JSON}",
     "</tool_call>|</tools>",
 )
-"""Format of Hermes and Qwen 2.5 and 3. Also used if the router itself writes the tools (`router.prompt.tools`)."""
+"""Format of Hermes and Qwen 2.5 and 3. Also used if the router itself writes the tools (`router.prompt.chat`)."""
 
 
 def _tag_form(mark: str) -> CallForm:

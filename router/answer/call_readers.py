@@ -1,24 +1,184 @@
-"""Reads tool calls written as JSON, in the part of an answer that follows an opening mark.
+"""Reads tool calls written as JSON or in Python's syntax, in the part of an answer that follows an opening mark.
 
 Arguments are given out as they come. Valid JSON in them stays as it is written, so a mark inside one of their strings
-does not count as a mark.
+does not count as a mark. The arguments of a call in Python's syntax are given out as a JSON object of its keyword
+arguments.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
-from router.answer.lenient_json import HEX, SPACE, MendedJson, NotJson
-
+SPACE = frozenset(" \t\r\n")
 _OUTSIDE_STRINGS = SPACE | frozenset('{}[]:,"0123456789+-.eEtrufalsn')
 """Characters that JSON has outside of its strings."""
 _Reading = Generator[None, str, None]
 """Coroutine that is sent one character at a time."""
 _Char = Generator[None, str, str]
 """Coroutine that is sent one character at a time, and returns the next character or the text that it has read."""
+_WORD = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-._")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_LITERALS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+HEX = frozenset("0123456789abcdefABCDEF")
+_NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+
+
+class NotJson(Exception):
+    """A character is not allowed at its position."""
+
+
+class _Expects(Enum):
+    FIRST = auto()
+    """First member of an object or a list, or its end."""
+    KEY = auto()
+    COLON = auto()
+    VALUE = auto()
+    NEXT = auto()
+    """A comma, or the end of the object or the list."""
+
+
+class MendedJson:
+    """Converter of one object, fed one character at a time, to valid JSON.
+
+    Valid JSON is returned unchanged. Raw control characters in strings are escaped, backslashes of invalid escapes are
+    doubled, and single quotes become double quotes. Python's True, False and None become JSON's literals, other bare
+    words become strings, and a trailing comma is dropped. Text that may start a defect is held back until it is known.
+    """
+
+    def __init__(self) -> None:
+        self._closers: list[str] = []
+        self._expects = _Expects.VALUE
+        self._quote = ""
+        """Closing quote of the current string; empty: outside of strings."""
+        self._is_key = False
+        """Whether the current string or word is a key."""
+        self._escape = ""
+        self._word = ""
+        self._ready = ""
+        """A word that has ended before a character that is not allowed."""
+        self._comma = ""
+        """A held comma and the white space behind it."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the object is complete."""
+        return self._expects is _Expects.NEXT and not self._closers
+
+    @property
+    def is_at_top(self) -> bool:
+        """True if the next character belongs to the object itself, not to a string or a nested value."""
+        return len(self._closers) == 1 and not self._quote
+
+    def take(self, char: str) -> str:
+        """Process a character, and return the text that is ready.
+
+        Raises:
+            NotJson: the character is not allowed here; it is not consumed.
+        """
+        if self._quote:
+            return self._in_string(char)
+        if char in _WORD and self._word:
+            self._word += char
+            return ""
+        self._ready += self._ended_word()
+        self._ready, shown = "", self._ready + self._outside(char)
+        return shown
+
+    def close(self) -> str:
+        """Return the text that completes the object, when no more of it comes."""
+        closed = self._ready + (self._ended_string() if self._quote else self._ended_word())
+        if self._expects is _Expects.COLON:
+            closed += ": null"
+        elif self._expects is _Expects.VALUE and not self._comma:
+            closed += "null"
+        return closed + "".join(reversed(self._closers))
+
+    def _outside(self, char: str) -> str:
+        """Process a character outside of strings."""
+        if char in SPACE:
+            self._comma += char if self._comma else ""
+            return "" if self._comma else char
+        if char == "," and self._expects is _Expects.NEXT and self._closers:
+            self._comma, self._expects = ",", _Expects.KEY if self._closers[-1] == "}" else _Expects.VALUE
+            return ""
+        if char == ":" and self._expects is _Expects.COLON:
+            self._expects = _Expects.VALUE
+            return ":"
+        if char in "}]":
+            return self._ended(char)
+        return self._begun(char)
+
+    def _ended(self, char: str) -> str:
+        is_last = self._comma or self._expects in (_Expects.FIRST, _Expects.NEXT)
+        if not is_last or not self._closers or self._closers[-1] != char:
+            raise NotJson
+        self._closers.pop()
+        space, self._comma, self._expects = self._comma[1:], "", _Expects.NEXT
+        return space + char
+
+    def _begun(self, char: str) -> str:
+        """Process the first character of a key or a value."""
+        if self._expects in (_Expects.COLON, _Expects.NEXT):
+            raise NotJson
+        in_object = bool(self._closers) and self._closers[-1] == "}"
+        self._is_key = in_object and self._expects is not _Expects.VALUE
+        if char in "\"'":
+            self._quote, shown = char, '"'
+        elif char in _WORD:
+            self._word, shown = char, ""
+        elif char in "{[" and not self._is_key:
+            self._closers.append("}" if char == "{" else "]")
+            self._expects, shown = _Expects.FIRST, char
+        else:
+            raise NotJson
+        comma, self._comma = self._comma, ""
+        return comma + shown
+
+    def _in_string(self, char: str) -> str:
+        if self._escape:
+            return self._escaped(char)
+        if char == "\\":
+            self._escape = char
+            return ""
+        if char == self._quote:
+            return self._ended_string()
+        return _in_quotes(char)
+
+    def _escaped(self, char: str) -> str:
+        """Process a character of an escape."""
+        escape, self._escape = self._escape + char, ""
+        if escape == "\\u" or (len(escape) < 6 and escape.startswith("\\u") and char in HEX):
+            self._escape = escape
+            return ""
+        if (char in '"\\/bfnrt' and len(escape) == 2) or (len(escape) == 6 and char in HEX):
+            return escape
+        if char == "'" and len(escape) == 2:
+            return char
+        return f"\\\\{escape[1:-1]}{self._in_string(char)}"
+
+    def _ended_string(self) -> str:
+        self._quote, self._escape = "", ""
+        self._expects = _Expects.COLON if self._is_key else _Expects.NEXT
+        return '"'
+
+    def _ended_word(self) -> str:
+        word, self._word = self._word, ""
+        if not word:
+            return ""
+        self._expects = _Expects.COLON if self._is_key else _Expects.NEXT
+        if not self._is_key and (word in _LITERALS or _NUMBER.fullmatch(word)):
+            return _LITERALS.get(word, word)
+        return json.dumps(word)
+
+
+def _in_quotes(char: str) -> str:
+    """Return a character as it is written in a JSON string."""
+    return char if char >= " " and char != '"' else json.dumps(char)[1:-1]
 
 
 class Taken(NamedTuple):
@@ -155,13 +315,17 @@ class JsonCalls:
         char = yield from _space()
         yield from self._list() if char == "[" else self._object(char)
 
+    def _await_next(self) -> None:
+        """Note that a call is complete: what follows becomes text if it is no call."""
+        self._raw = []
+
     def _list(self, levels: int = MAX_LEVELS) -> _Reading:
         """Read the calls of a list whose opening bracket has been read, up to its end."""
         char = ""
         while char != "]":
             char = yield from _space()
             yield from self._object(char, levels)
-            self._raw = []
+            self._await_next()
             char = yield from _space()
             if char not in ",]":
                 raise NotJson
@@ -377,3 +541,62 @@ class JsonEnd:
                 self._length = 0
                 break
         return self._length
+
+
+class PythonCalls(JsonCalls):
+    """Reader of a call, or of a list of calls.
+
+    Args:
+        raw: the opening mark of the part; it becomes text if no call follows.
+        tool_of: see `JsonCalls`.
+        is_list: whether the mark has opened a list.
+    """
+
+    def __init__(self, raw: str, tool_of: Callable[[str], str | None], *, is_list: bool) -> None:
+        self._is_list = is_list
+        super().__init__(raw, tool_of, JsonKeys())
+
+    def _part(self) -> Generator[None, str, None]:
+        while True:
+            name, char = yield from _word("")
+            tool = self._tool_of(name) or self._tool_of(name.removesuffix(".call"))
+            if tool is None or char != "(":
+                raise NotJson
+            yield from self._keywords(tool)
+            if not self._is_list:
+                return
+            self._await_next()
+            char = yield from _space()
+            if char == "]":
+                return
+            if char != ",":
+                raise NotJson
+
+    def _keywords(self, tool: str) -> Generator[None, str, None]:
+        """Read the arguments of a call whose opening bracket has been read, up to the closing bracket."""
+        key, char = yield from _word("")
+        if (key, char) != ("", ")") and (not key or char != "="):
+            raise NotJson
+        self._begin(tool)
+        self._fixed = fixed = MendedJson()
+        for each in f"{{{key}{char}":
+            self._give(fixed.take(_IN_JSON.get(each, each)))
+        while not fixed.has_ended:
+            char = yield
+            self._give(fixed.take(_IN_JSON.get(char, char) if fixed.is_at_top else char))
+        self._fixed = None
+
+
+_IN_JSON = {"=": ":", ")": "}"}
+"""JSON's counterparts of the characters around and between arguments."""
+
+
+def _word(word: str) -> Generator[None, str, tuple[str, str]]:
+    """Read the rest of a word, and return (the word, the first character behind it that is not white space)."""
+    char = yield
+    while char in _NAME or (char in SPACE and not word):
+        word += "" if char in SPACE else char
+        char = yield
+    while char in SPACE:
+        char = yield
+    return word, char

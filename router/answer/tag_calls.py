@@ -5,6 +5,7 @@ The arguments come one after the other. Each becomes JSON of the type in the too
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -105,7 +106,7 @@ class TagCalls:
         if taken.rest is not None:
             return taken
         closed = [("", self._end())] if is_whole else []
-        return Taken([*taken.calls, *closed], self._words + self._tags.said_in(self._held).strip())
+        return Taken([*taken.calls, *closed], self._rest())
 
     def _read(self, *, is_end: bool) -> Taken:
         while True:
@@ -155,6 +156,10 @@ class TagCalls:
         self._new.append(("", f"{', ' if self._num_given else '{'}{json.dumps(key, ensure_ascii=False)}: {text}"))
         self._num_given += 1
         self._held, self._json = self._held[end:], JsonEnd()
+
+    def _rest(self) -> str:
+        """Return the text between and behind the arguments, once the answer has ended."""
+        return self._words + self._tags.said_in(self._held).strip()
 
     def _end(self) -> str:
         return "}" if self._num_given else "{}"
@@ -242,3 +247,69 @@ def _no_constant(text: str) -> None:
 
 
 _CLASSES = {"object": dict, "array": list}
+
+
+class LooseTagCalls(TagCalls):
+    """Reader of a call whose marks may be missing.
+
+    An argument ends with its closing tag, or before the opening tag of the next argument on a new line. It also ends
+    with `</function>` or the closing mark of the call, if another mark or nothing follows. If the value starts on the
+    line of its opening tag, the next opening tag may be on the same line, too.
+
+    Args:
+        tags, name, parameters: see `TagCalls`.
+    """
+
+    def __init__(self, tags: Tags, name: str, parameters: Mapping[str, Any]) -> None:
+        super().__init__(tags, name, parameters)
+        self._begins, self._ends, self._last_ends = _patterns(tags.mark)
+
+    def flush(self, *, is_whole: bool = False) -> Taken:
+        """See `TagCalls.flush`."""
+        taken = self._read(is_end=False)
+        if taken.rest is not None:
+            return taken
+        if not is_whole:
+            return Taken(taken.calls, self._rest())
+        last = super().flush(is_whole=True)
+        return last._replace(calls=[*taken.calls, *last.calls])
+
+    def _read(self, *, is_end: bool) -> Taken:
+        ends = self._last_ends if is_end else self._ends
+        while True:
+            text = self._masked(is_end=is_end)
+            begin = self._begins.search(text)
+            if begin is None:
+                break
+            if begin["key"] is None:
+                return self._closed(self._held[: begin.start()], self._held[begin.end() :])
+            is_inline = not text.startswith("\n", begin.end())
+            value = begin.end() + (not is_inline)
+            found = ends.finditer(text, begin.end())
+            end = next((each for each in found if self._is_end(each, is_inline=is_inline)), None)
+            if end is None:
+                break
+            self._give(begin["key"], begin.start(), (value, max(value, end.start())), end.end())
+        return self._taken()
+
+    def _is_end(self, found: regex.Match[str], *, is_inline: bool) -> bool:
+        """Return whether an argument ends at a match, and the match is not a mere mention of a tag."""
+        if found["next"] is None:
+            return True
+        is_argument = found["next"] in self._schemas if self._schemas else True
+        return is_argument and (is_inline or found[0].startswith("\n"))
+
+
+@functools.cache
+def _patterns(mark: str) -> tuple[regex.Pattern[str], regex.Pattern[str], regex.Pattern[str]]:
+    """Return patterns of an argument's start or the call's end, of an argument's end, and of its end in a whole answer.
+
+    Args:
+        mark: name of the mark around calls.
+    """
+    next_call = rf"<{mark}>|<function="
+    begins = rf"<parameter=(?P<key>[^>\n]{{1,256}})>|</function>|(?=</{mark}>|{next_call})"
+    closed = rf"\n?(?=</function>\s*(?:</{mark}>|{next_call})|</{mark}>\s*(?:{next_call}))"
+    ends = rf"\n?</parameter>|(?:\n[ \t]*)?(?=<parameter=(?P<next>[^>\n]{{1,256}})>)|{closed}"
+    last = rf"{ends}|\n?(?=</function>|</{mark}>)|\n?\Z"
+    return regex.compile(begins), regex.compile(ends), regex.compile(last)

@@ -6,19 +6,26 @@ exhaust a router's event loop, memory or descriptors. This module adds limits:
 
 - The length, number of fields and duration of a head, and the rate of a body (like Apache's mod_reqtimeout).
 - A pipelined request is not parsed before the one before it is answered, and few of its bytes are kept.
-- Requests wait for their turn, and longer if they come in many small pieces (`router.api.lane`).
+- Requests wait for their turn, and longer if they come in many small pieces (`router.api.places`).
 - The number of connections, and the bytes that they hold, per client and in total (`router.api.places`).
 
 A connection that exceeds a limit is answered with 400, 408, 413, 414, 431 or 503, and closed. A connection whose client
 does not read its response is ended.
+
+The parser consumes all that it is fed, so it would read thousands of pipelined requests before the first is answered.
+This module cuts the received bytes at the end of each head, chunk and body. It also counts the bytes that belong to
+neither a head nor a body: the lines between chunks, and trailers. Only the parser decides what is valid.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import json
+import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -27,9 +34,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.tls import names_in_connection
-from router.api.framing import Framing
-from router.api.lane import Flow
-from router.api.places import PROGRESS_BYTES, ConnectionPlace, OpenConnections
+from router.api.places import PROGRESS_BYTES, ConnectionPlace, Flow, OpenConnections
 
 CERTIFICATE_NAMES = "certificate_names"
 """Key in a request's state for the names in its client's verified certificate; absent without a certificate."""
@@ -47,6 +52,12 @@ PAUSE_S = 1.0
 LINGER_S = 1.0
 """Time in which a client can read its refusal. If the connection were closed at once, bytes that the client has sent
 since would reset it, and the response would be lost."""
+_HEAD_END = b"\r\n\r\n"
+_OVERLAP = len(_HEAD_END) - 1
+_SIZE = re.compile(rb"[0-9a-fA-F]{1,16}")
+_SIZE_BYTES = 32
+"""Leading bytes of a chunk's line that are kept to read its size."""
+_CRLF = len("\r\n")
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -383,3 +394,98 @@ def _answer(status: HTTPStatus, reason: str) -> bytes:
         f"x-request-id: req-{uuid.uuid4().hex}\r\n"
     )
     return head.encode() + b"connection: close\r\n\r\n" + body
+
+
+class _Stretch(enum.Enum):
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    CHUNK_LINE = enum.auto()
+    CHUNK = enum.auto()
+    TRAILERS = enum.auto()
+
+
+@dataclass(slots=True, kw_only=True)
+class Framing:
+    """Position of a connection's next byte within its request."""
+
+    num_head: int = 0
+    """Bytes of the head so far."""
+    num_body: int = 0
+    num_framing: int = 0
+    """Bytes of a chunked body that are framing: size lines and line ends."""
+    num_trailers: int = 0
+    _section: _Stretch = _Stretch.HEAD
+    _left: int = 0
+    """Bytes of the body or the chunk that have not come yet."""
+    _begun: bytes = b""
+    """Last bytes of the head so far, or first bytes of a chunk's line."""
+
+    @property
+    def is_in_head(self) -> bool:
+        """True if the next byte belongs to a head, or precedes one."""
+        return self._section is _Stretch.HEAD
+
+    def end_of_piece(self, data: bytes, begin: int) -> int:
+        """Consume the next piece of `data` from `begin` on, and return its end there. `data` must have bytes left."""
+        match self._section:
+            case _Stretch.HEAD:
+                end = self._end_of_head(data, begin)
+                self.num_head += end - begin
+            case _Stretch.BODY:
+                end = min(len(data), begin + self._left)
+                self._left -= end - begin
+                self.num_body += end - begin
+            case _Stretch.CHUNK:
+                end = min(len(data), begin + self._left)
+                self._left -= end - begin
+                self.num_body += end - begin
+                if not self._left:
+                    self._section, self._begun = _Stretch.CHUNK_LINE, b""
+                    self.num_body -= _CRLF
+                    self.num_framing += _CRLF
+            case _Stretch.CHUNK_LINE:
+                end = self._end_of_line(data, begin)
+                self.num_framing += end - begin
+            case _Stretch.TRAILERS:
+                end = (data.find(b"\n", begin) + 1) or len(data)
+                self.num_trailers += end - begin
+        return end
+
+    def head_ends(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Record that the last piece completed a head with these fields. Their names are in lower case."""
+        self._begun = b""
+        for name, value in headers:
+            if name == b"transfer-encoding":
+                self._section = _Stretch.CHUNK_LINE
+                return
+            if name == b"content-length":
+                self._section, self._left = _Stretch.BODY, int(value)
+
+    def request_ends(self) -> None:
+        """Record that the last piece completed a request."""
+        self._section, self._begun, self._left = _Stretch.HEAD, b"", 0
+        self.num_head = self.num_body = self.num_framing = self.num_trailers = 0
+
+    def _end_of_head(self, data: bytes, begin: int) -> int:
+        around = self._begun + data[begin : begin + _OVERLAP]
+        found = around.find(_HEAD_END)
+        if found >= 0:
+            end = begin + found + len(_HEAD_END) - len(self._begun)
+        else:
+            found = data.find(_HEAD_END, begin)
+            end = len(data) if found < 0 else found + len(_HEAD_END)
+        self._begun = (self._begun + data[max(begin, end - _OVERLAP) : end])[-_OVERLAP:]
+        return end
+
+    def _end_of_line(self, data: bytes, begin: int) -> int:
+        end = data.find(b"\n", begin) + 1
+        self._begun += data[begin : min(end or len(data), begin + _SIZE_BYTES - len(self._begun))]
+        if not end:
+            return len(data)
+        size = _SIZE.match(self._begun)
+        self._left = int(size[0], 16) if size else 0
+        if self._left:
+            self._section, self._left = _Stretch.CHUNK, self._left + _CRLF
+        else:
+            self._section = _Stretch.TRAILERS
+        return end

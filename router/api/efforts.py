@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import InvalidRequest
-from router.api.ignored import Ignored
+from router.api.fields import Ignored
 from router.prompt import RESERVED, ChatTemplate
 
 VARIABLE = "reasoning_effort"

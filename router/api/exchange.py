@@ -25,12 +25,9 @@ from baton.api import Timing
 from baton.errors import BatonError, InvalidRequest, NotRead
 from baton.quota import Quota
 from router.admission import MAX_REQUEST_ID, check_request_id
-from router.api.delivery import ReadAhead, deliver
-from router.api.ignored import MAX_READINGS, Ignored, without_ignored
-from router.api.paced import PacedWork
-from router.api.padding import HTTP, AnswerPadding
-from router.api.parsing import BodyParser, PartCount
-from router.api.strict import DeclaredBody
+from router.api.delivery import HTTP, AnswerPadding, ReadAhead, deliver
+from router.api.fields import MAX_READINGS, DeclaredBody, Ignored, without_ignored
+from router.api.parsing import BodyParser, PacedWork, PartCount
 from router.api.unserved import is_anthropics
 
 MAX_BODY_BYTES = 8 * 2**20

@@ -25,10 +25,8 @@ from baton.tls import names_in_call
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import check_model
 from router.admission.tenants import Tenant, TenantBook, api_key_of, require_operator
-from router.api.adapter_orders import AdapterOrders
-from router.api.controller_client import ControllerClient
-from router.api.delivery import ReadAhead, deliver
-from router.api.padding import GRPC, AnswerPadding
+from router.api.delivery import GRPC, AnswerPadding, ReadAhead, deliver
+from router.api.orders import AdapterOrders, ControllerClient
 from router.service import RouterService
 from router.timeline.log import UNKNOWN_INGRESS, Ingress, RequestFilter, RequestLog
 

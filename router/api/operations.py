@@ -9,14 +9,18 @@ browser sends JSON to another website's host only if that host agrees, and ours 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
+import types
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
@@ -25,22 +29,134 @@ from baton.cluster import VERSION, ClusterStatus, Role, Worker
 from baton.config import SloClassConfig
 from baton.errors import Forbidden
 from baton.registered_adapters import MAX_NAME, MAX_PATH
+from baton.timelines import DEFAULT_LIMIT, MAX_LIMIT, OUTCOMES, RequestList, RequestTimeline, list_json, timeline_json
 from baton.v1 import admin_pb2
 from router.admission.tenants import TenantBook
-from router.api.adapter_orders import AdapterOrders
-from router.api.controller_client import ControllerClient
 from router.api.exchange import JsonAnswer, at_a_reports_turn
-from router.api.operators import ADAPTERS, ADDED, DRAINED, HISTORY, LOG, MOVED, REMOVED, SIZED, STATUS
+from router.api.orders import AdapterOrders, ControllerClient
 from router.api.places import OpenConnections
 from router.api.routes import Reader, answers
 from router.cluster.history import SLOT_S, ClusterHistory
-from router.cluster.load import LoadMeter
-from router.cluster.watch import AlertBook
+from router.cluster.watch import Alert, AlertBook, LoadMeter, RouterLoad
 from router.serve.worker_client import WorkerClient
+from router.service import RouterService
+from router.timeline.log import RequestFilter
 
 NO_STORE = {"Cache-Control": "no-store"}
 MAX_LOG_LINES = 200
 MAX_POOL = 10_000
+_TEXT: Schemas = {"type": "string"}
+_COUNT: Schemas = {"type": "integer", "minimum": 0}
+_SECONDS: Schemas = {"type": "number"}
+_OBJECTIVE: Schemas = {"type": ["number", "null"]}
+Schemas = dict[str, Any]
+"""A JSON schema, or schemas by their names."""
+_PLAIN: dict[type, Schemas] = {
+    str: {"type": "string"},
+    int: {"type": "integer"},
+    bool: {"type": "boolean"},
+    float: {"type": ["number", "null"]},  # JSON has no infinity, so null stands for an objective that is not set
+    types.NoneType: {"type": "null"},
+}
+_NUMBER: Schemas = {"anyOf": [{"type": "number"}, {"enum": ["Infinity", "-Infinity", "NaN"]}]}
+"""Schema of a double as protobuf's JSON writes it."""
+_OF_PROTOBUF: dict[int, Schemas] = {
+    FieldDescriptor.CPPTYPE_STRING: {"type": "string"},
+    FieldDescriptor.CPPTYPE_BOOL: {"type": "boolean"},
+    FieldDescriptor.CPPTYPE_DOUBLE: _NUMBER,
+    FieldDescriptor.CPPTYPE_INT32: {"type": "integer"},
+    FieldDescriptor.CPPTYPE_UINT32: {"type": "integer"},
+    FieldDescriptor.CPPTYPE_UINT64: {"type": "integer"},
+}
+PATH = "/api/requests"
+FRESH = {"Cache-Control": "no-store"}
+_Tenant = Annotated[str, Query(description="Tenant of the requests; empty: all tenants.")]
+_OUTCOMES = Query(
+    description="Outcomes of the requests; none: all.", json_schema_extra={"items": {"enum": list(OUTCOMES)}}
+)
+
+
+def described(properties: Schemas, optional: typing.Collection[str] = ()) -> Schemas:
+    """Return the schema of an object with these properties; all but the optional ones are required."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [name for name in properties if name not in optional],
+        "additionalProperties": False,
+    }
+
+
+def many(schema: Schemas) -> Schemas:
+    """Return the schema of a list."""
+    return {"type": "array", "items": schema}
+
+
+def of_dataclass(kind: type) -> Schemas:
+    """Return the schema of `dataclasses.asdict` of a dataclass."""
+    hints = typing.get_type_hints(kind)
+    return described({each.name: _of_type(hints[each.name]) for each in dataclasses.fields(kind)})
+
+
+def _of_type(annotation: Any) -> Schemas:
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return of_dataclass(annotation)
+    if isinstance(annotation, types.UnionType):
+        return {"anyOf": [_of_type(each) for each in typing.get_args(annotation)]}
+    if typing.get_origin(annotation) is tuple:
+        return many(_of_type(typing.get_args(annotation)[0]))
+    return _PLAIN[annotation]
+
+
+def of_message(message: Descriptor) -> Schemas:
+    """Return the schema of a protobuf message whose JSON includes zeros, and writes 64-bit numbers as numbers."""
+    fields = {field.name: _of_field(field) for field in message.fields}
+    return described(fields, {field.name for field in message.fields if field.has_presence})
+
+
+def _of_field(field: FieldDescriptor) -> Schemas:
+    if field.message_type is None:
+        schema = _OF_PROTOBUF[field.cpp_type]
+    elif field.message_type.GetOptions().map_entry:
+        return {"type": "object", "additionalProperties": _of_field(field.message_type.fields_by_name["value"])}
+    else:
+        schema = of_message(field.message_type)
+    return many(schema) if field.is_repeated else schema
+
+
+def _by_name(schema: Schemas) -> Schemas:
+    return {"type": "object", "additionalProperties": schema}
+
+
+_CLUSTER = of_message(admin_pb2.GetStatusResponse.DESCRIPTOR)
+STATUS = described(
+    {
+        "now_s": _SECONDS,
+        "version": _TEXT,
+        "router": _TEXT,
+        "not_ready": _TEXT,
+        "takes_orders": {"type": "boolean"},
+        "slo_classes": _by_name(described(dict.fromkeys(("ttft_s", "itl_s", "e2e_s"), _OBJECTIVE))),
+        "alerts": many(of_dataclass(Alert)),
+        "load": of_dataclass(RouterLoad),
+        **_CLUSTER["properties"],
+    },
+    optional=_CLUSTER["properties"].keys() - _CLUSTER["required"],
+)
+_SLOT = described({"slot": _COUNT, "num_routers": _COUNT, "counts": _by_name(_SECONDS)})
+HISTORY = described({"now_s": _SECONDS, "slot_s": _COUNT, "bounds": _by_name(many(_SECONDS)), "slots": many(_SLOT)})
+REQUESTS = of_dataclass(RequestList)
+_WHOLE = of_dataclass(RequestTimeline)["properties"]
+_TIMELINE = described(_WHOLE.pop("summary")["properties"] | _WHOLE)
+TIMELINES = described({"requests": many(_TIMELINE)})
+DRAINED = described({"worker": _TEXT, "state": {"const": "draining"}})
+LOG = described({"worker": _TEXT, "lines": many(_TEXT)})
+_ADAPTER = of_message(admin_pb2.RegisteredAdapter.DESCRIPTOR)
+ADAPTERS = described({"adapters": many(_ADAPTER)})
+ADDED = described({"adapter": _ADAPTER, "is_replaced": {"type": "boolean"}})
+REMOVED = described({"name": _TEXT})
+MOVED = described({"worker": _TEXT, "role": {"enum": ["prefill", "decode"]}})
+RELEASE = described({"version": _TEXT})
+SIZED = described({"pool": _TEXT, "desired": _COUNT, "ready": _COUNT})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,3 +324,30 @@ def _objectives(slo: SloClassConfig) -> dict[str, Any]:
     """Return the objectives of a class in seconds; None: no objective."""
     found = {"ttft_s": slo.ttft_ms, "itl_s": slo.itl_ms, "e2e_s": slo.e2e_ms}
     return {name: ms / 1e3 if math.isfinite(ms) else None for name, ms in found.items()}
+
+
+def add_requests(app: FastAPI, service: RouterService) -> None:
+    """Add the list of requests and the timeline of one."""
+
+    @app.get(PATH, responses=answers(REQUESTS))
+    async def requests(
+        request: Request,
+        tenant: _Tenant = "",
+        slo_class: Annotated[str, Query(description="SLO class of the requests; empty: all classes.")] = "",
+        outcome: Annotated[tuple[str, ...], _OUTCOMES] = (),
+        limit: Annotated[int, Query(json_schema_extra={"minimum": 1, "maximum": MAX_LIMIT})] = DEFAULT_LIMIT,
+    ) -> JsonAnswer:
+        """Return the latest requests of a router, without their content."""
+        wanted = RequestFilter(tenant=tenant, slo_class=slo_class, outcomes=outcome, limit=limit)
+        async with at_a_reports_turn(request):
+            return JsonAnswer(list_json(service.requests.listed(wanted)), headers=FRESH)
+
+    @app.get(f"{PATH}/{{request_id:path}}", responses=answers(TIMELINES))
+    async def request(request_id: str, tenant: _Tenant = "") -> JsonAnswer:
+        """Return the timelines of a request: of all calls with this id that the router keeps."""
+        found = service.requests.explain(request_id, tenant)
+        if not found:
+            raise HTTPException(
+                404, f"this router does not know a request {request_id!r:.300}; {service.requests.keeps}"
+            )
+        return JsonAnswer({"requests": [timeline_json(each) for each in found]}, headers=FRESH)

@@ -7,14 +7,16 @@ pauses in which other requests are served; tenants take turns.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, TypeVar
 
 from baton.errors import InvalidRequest
-from router.api.paced import PacedWork
+from baton.turns import Turns
 
 T = TypeVar("T")
 MAX_NODES = 12_288
@@ -34,6 +36,8 @@ SLICED_LEVELS = 6
 """Levels of objects and lists whose values are parsed one by one."""
 MIN_RUN, MAX_RUN = 2, 4096
 """Number of consecutive values of a list, none of them a text, object or list, that are parsed together."""
+PAUSE = 3.0
+"""Pause after a piece of work, as a multiple of the time that it took."""
 
 
 class PartCount:
@@ -203,3 +207,31 @@ def _text(body: bytes) -> str:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 _SPACE = re.compile(r"[ \t\n\r]*")
 _RUN = re.compile(rf'(?:[^\[\]{{}}",]*,){{{MIN_RUN},{MAX_RUN}}}')
+
+
+class PacedWork:
+    """Queue of jobs that run one at a time, in pieces with a pause after each; the owners of jobs take turns.
+
+        async with work.turn(tenant, size):
+            async with work.piece():
+                text = write(report)
+
+    Args:
+        max_waiting: maximum total size of the waiting jobs; one owner may have half of it.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
+        self.turn = Turns(1, max_waiting).turn
+        self._next_s = 0.0
+        """Earliest start of the next piece, on the monotonic clock."""
+
+    @contextlib.asynccontextmanager
+    async def piece(self) -> AsyncGenerator[None]:
+        """Context manager: waits until the pause after the previous piece is over."""
+        await asyncio.sleep(self._next_s - time.monotonic())
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            now_s = time.monotonic()
+            self._next_s = now_s + PAUSE * (now_s - began_s)

@@ -4,17 +4,30 @@ A connection occupies a place, counted by its client's address, and frees it whe
 requests that are incomplete, and of answers that its client has not read. These bytes are limited per address and in
 total. Above a limit, the connection with the least recent progress is ended. So a client that sends or reads as fast as
 it can is served, however many other clients stall.
+
+A `Lane` schedules connections fairly, so that one client's many connections cannot block the event loop: the loop runs
+all ready callbacks before it polls again. A hundred requests that come at once, or a thousand packets of one byte,
+would delay every other client by their total time. A lane runs a few callbacks, then lets the loop serve others, and
+the waiting addresses take turns.
+
+A TLS listener counts and limits each connection from the moment it is accepted. uvicorn's protocol sees a connection
+only after its handshake. Without this listener a connection would not be counted until then, and a silent client would
+hold a descriptor for a minute, the event loop's handshake timeout.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
+import ssl
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from router.api.lane import Lane
+from uvicorn.protocols.http.flow_control import FlowControl
 
 logger = logging.getLogger(__name__)
 MIB = 2**20
@@ -26,6 +39,10 @@ STARTS_AT_ONCE = 4
 SLOW_AT_ONCE, SLOW_REST_S = 8, 0.01
 LOG_EVERY_S = 1.0
 """Minimum time between two log lines about closed connections."""
+PAUSE_S = 0.1
+"""Pause after a connection could not be accepted, for example for lack of descriptors."""
+SHUTDOWN_S = 5.0
+"""Longest time that a client may take to confirm that a connection is closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,3 +174,153 @@ class ConnectionPlace:
         if not self.has_left:
             self.has_left = True
             self.of.leave(self)
+
+
+class Lane:
+    """Round-robin queue of callbacks, by client address.
+
+    Args:
+        num_at_once: number of callbacks that run before the loop serves others.
+        rest_s: pause before the next callbacks run; 0: one iteration of the loop.
+    """
+
+    def __init__(self, num_at_once: int, rest_s: float) -> None:
+        self._num_at_once, self._rest_s = num_at_once, rest_s
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}
+        """Callbacks by the client's address, in round-robin order."""
+        self._is_awake = False
+
+    def wait(self, client: str, go_on: Callable[[], None]) -> None:
+        """Queue one callback for the client's turn. The connection may have ended when it runs."""
+        self._waiting.setdefault(client, deque()).append(go_on)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting and not self._is_awake:
+            self._is_awake = True
+            asyncio.get_running_loop().call_later(self._rest_s, self._pass_on)
+
+    def _pass_on(self) -> None:
+        for _ in range(self._num_at_once):
+            if self._waiting:
+                self._next()()
+        self._is_awake = False
+        self._wake()
+
+    def _next(self) -> Callable[[], None]:
+        client = next(iter(self._waiting))
+        queue = self._waiting.pop(client)
+        go_on = queue.popleft()
+        if queue:
+            self._waiting[client] = queue  # moves to the end of the order
+        return go_on
+
+
+class Flow(FlowControl):
+    """uvicorn's flow control for a connection that may have to wait for its turn."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self.is_full = False
+        """Whether uvicorn has paused reading, because the application has not consumed what came."""
+        self.rests = False
+
+    def pause_reading(self) -> None:
+        self.is_full = True
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        self.is_full = False
+        if not self.rests:
+            super().resume_reading()
+
+    def rest(self) -> None:
+        self.rests = True
+        super().pause_reading()
+
+    def wake(self) -> None:
+        self.rests = False
+        if not self.is_full:
+            super().resume_reading()
+
+
+class MakeProtocol(Protocol):
+    """Factory of the protocol that owns a connection after its handshake, and leaves its place when it is lost."""
+
+    def __call__(self, *, place: ConnectionPlace) -> asyncio.Protocol: ...
+
+
+class TlsListener:
+    """Accepts connections and performs their TLS handshakes. It is closed like an asyncio server.
+
+    Args:
+        listening: a bound socket; its owner closes it.
+        context: certificates for the server and requirements on clients.
+        make_protocol: see there.
+        open_connections: connections of the server; each connection is counted there when it is accepted.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        context: ssl.SSLContext,
+        make_protocol: MakeProtocol,
+        open_connections: OpenConnections,
+    ) -> None:
+        self._listening, self._context, self._make_protocol = listening, context, make_protocol
+        self._open = open_connections
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+
+    def start(self, backlog: int) -> None:
+        """Start accepting connections; up to `backlog` may wait in the kernel."""
+        self._listening.setblocking(False)
+        self._listening.listen(backlog)
+        self._accepting = asyncio.create_task(self._accept())
+
+    def close(self) -> None:
+        """Stop accepting, and cancel the handshakes in progress. Established connections continue."""
+        for task in (self._accepting, *self._handshakes):
+            if task is not None:
+                task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until everything that `close` cancels has ended."""
+        await asyncio.gather(*self._handshakes, *filter(None, [self._accepting]), return_exceptions=True)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, address = await loop.sock_accept(self._listening)
+            except OSError as error:
+                logger.warning("no connection can be accepted: %s", error)
+                await asyncio.sleep(PAUSE_S)
+                continue
+            task = asyncio.create_task(self._shake_hands(accepted, str(address[0])))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, accepted: socket.socket, client: str) -> None:
+        """Perform the handshake. A connection over the limit is closed silently: its client could not read an error."""
+        is_through = False
+        place = self._open.enter(client)
+        reason = place.refusal
+        try:
+            if not reason:
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: self._make_protocol(place=place),
+                    accepted,
+                    ssl=self._context,
+                    ssl_handshake_timeout=self._open.limits.head_s,
+                    ssl_shutdown_timeout=SHUTDOWN_S,
+                )
+                is_through = True
+        except (OSError, TimeoutError) as error:
+            reason = f"no TLS handshake: {error}"
+        finally:
+            if not is_through:
+                place.leave()
+                accepted.close()
+        if reason:
+            self._open.log_end(client, reason)

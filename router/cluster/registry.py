@@ -7,18 +7,29 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, RouterInfo, ServedModel, Worker, WorkerState
+from baton.cluster import (
+    CertificateTerm,
+    ClusterStatus,
+    ControllerInfo,
+    PoolStatus,
+    Role,
+    RouterInfo,
+    ServedModel,
+    StoreMemory,
+    Worker,
+    WorkerState,
+)
 from baton.config import without_password
 from baton.errors import StoreUnavailable
 from baton.rpc import MalformedCount
+from baton.tls import Tls
 from kvstore.adapters import AdapterStore
 from kvstore.index import MirrorFollower, RedisConnection
 from kvstore.leases import LeaseStore
 from router.admission import SloCounts
-from router.cluster.dependencies import Dependencies
 from router.placement.pool_view import PoolView
 from router.serve.worker_client import WorkerClient
 
@@ -26,6 +37,9 @@ logger = logging.getLogger(__name__)
 START_POLL_S = 0.2
 """Longest pause between two polls until the router has seen all workers ready: its readiness and the start of
 `baton up` wait for them."""
+
+LOOK_S = 10.0
+"""Seconds between two requests for the memory of Redis."""
 
 
 class Registry:
@@ -177,3 +191,82 @@ class Registry:
 
 def _ready(workers: Collection[Worker]) -> Counter[Role]:
     return Counter(worker.info.role for worker in workers if worker.load.state is WorkerState.READY)
+
+
+class Dependencies:
+    """The state of Redis' memory and of certificates, as one router sees it.
+
+    Attributes:
+        store_memory: latest report of Redis; None: Redis has never reported it, for example because the router's
+            Redis user lacks the permission.
+
+    Args:
+        tls: the router's certificates by the group of processes that uses them; None stands for plain text.
+    """
+
+    def __init__(self, redis: RedisConnection, tls: Mapping[str, Tls | None]) -> None:
+        self.store_memory: StoreMemory | None = None
+        self._redis = redis
+        self._tls = tls
+        self._next_s = float("-inf")
+
+    async def look(self, now_s: float) -> None:
+        """Ask Redis for its memory, unless the last request was less than `LOOK_S` ago."""
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + LOOK_S
+        try:
+            info = await self._redis.call("INFO")
+        except StoreUnavailable as error:
+            logger.debug("Redis does not report its memory: %s", error)
+        else:
+            used, limit, evicted = (int(info.get(name, 0)) for name in ("used_memory", "maxmemory", "evicted_keys"))
+            self.store_memory = StoreMemory(used, limit, evicted)
+
+    def certificates(self) -> tuple[CertificateTerm, ...]:
+        """Return the validity periods of the certificates in use."""
+        return tuple(CertificateTerm(name, *tls.now().term_s) for name, tls in self._tls.items() if tls is not None)
+
+
+class Readiness:
+    """Decides whether a router is ready: as soon as it has workers, and for `timeout_s` after it has lost them.
+
+    All routers usually lose their workers at the same time. If none of them was ready then, a load balancer would
+    refuse clients although a short wait is enough. The cost is that clients leave a router that alone has lost its
+    workers later by `timeout_s`.
+
+    Args:
+        needs_prefill: requests also need a prefill worker.
+        timeout_s: time for which a request waits for a worker (`router.worker_wait_s`).
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, pools: PoolView, needs_prefill: bool, timeout_s: float, clock: Callable[[], float]) -> None:
+        self._pools = pools
+        self._needs_prefill = needs_prefill
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._served_at_s: float | None = None
+        """Time at which the needed workers were last ready."""
+        self._is_stopping = False
+
+    def why_not(self) -> str:
+        """Return the reason why the router is not ready; empty: it is ready. Call this at short intervals."""
+        if self._is_stopping:
+            return "the router is stopping"
+        now, lacking = self._clock(), self._lacking()
+        if not lacking:
+            self._served_at_s = now
+        is_waited_for = self._served_at_s is not None and now - self._served_at_s <= self._timeout_s
+        return "" if is_waited_for else lacking
+
+    def stop(self) -> None:
+        """Make the router not ready from now on."""
+        self._is_stopping = True
+
+    def _lacking(self) -> str:
+        if not self._pools.is_ready(Role.DECODE):
+            return "no decode worker is ready"
+        if self._needs_prefill and not self._pools.is_ready(Role.PREFILL):
+            return "no prefill worker is ready, and router.mode is disaggregated"
+        return ""

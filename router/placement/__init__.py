@@ -1,11 +1,12 @@
 """Placement of requests on workers: a pure function over a snapshot of the pools.
 
-`policy` compares candidates in seconds, from loads (`load`), costs (`prices`) and cached prefixes. `pool_view` takes
-the snapshot, and `stale_hints` detects errors of the prefix index.
+`policy` compares candidates in seconds, from loads (`load`), the costs of KV transfers and cached prefixes. `pool_view`
+takes the snapshot, and detects errors of the prefix index.
 """
 
 from router.placement.load import Job, LoadTracker, Residence, Turn
 from router.placement.policy import (
+    DEFAULT_PRICES,
     DEFAULT_WEIGHTS,
     NO_LOADS,
     NO_OBJECTIVE,
@@ -15,12 +16,13 @@ from router.placement.policy import (
     Objective,
     Placement,
     Prediction,
+    PriceFit,
+    Prices,
     Prompt,
     Terms,
     Weights,
     place,
 )
-from router.placement.prices import DEFAULT_PRICES, PriceFit, Prices
 
 __all__ = [
     "DEFAULT_PRICES",

@@ -4,9 +4,7 @@ A `Tokenizer` may be used by several threads.
 """
 
 from router.prompt.chat import RESERVED, ChatTemplate
-from router.prompt.images import with_images
-from router.prompt.sequence import PromptEncoder, SequenceBuilder, in_tokens
-from router.prompt.structure import StructureChecker
+from router.prompt.sequence import PromptEncoder, SequenceBuilder, StructureChecker, in_tokens, with_images
 from router.prompt.tokenizer import Tokenizer
 
 __all__ = [

@@ -21,8 +21,7 @@ from baton.rust import complaint_of
 from baton.sampling import SamplingParams
 from baton.tokenizer_file import end_of_sequence_ids, read_tokenizer, special_tokens
 from router.prompt.chat import ChatTemplate
-from router.prompt.literal import LiteralEncoder
-from router.prompt.segment_cache import SegmentEncoder, encode_batch
+from router.prompt.literal import LiteralEncoder, SegmentEncoder, encode_batch
 
 logger = logging.getLogger(__name__)
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")

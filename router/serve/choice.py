@@ -24,7 +24,7 @@ from baton.tasks import Flag
 from kvstore.leases import Noted
 from router.admission import Claim, QueueEntry
 from router.placement import Job, Placement, Prompt
-from router.placement.stale_hints import Hint
+from router.placement.pool_view import Hint
 from router.serve.images import RequestImages
 from router.serve.machine import (
     AWAIT_DECODE,

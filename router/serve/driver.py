@@ -35,8 +35,7 @@ from baton.telemetry.instruments import Instruments
 from baton.trust import KeyFile
 from router.admission import TTFT_DEADLINE_FACTOR, AnswerHistory, Gate, QueueEntry
 from router.placement import Job, Mode, Placement, Prediction, Prompt
-from router.placement.pool_view import PoolView
-from router.placement.stale_hints import HintTracker
+from router.placement.pool_view import HintTracker, PoolView
 from router.serve.choice import Assignment, Choice, ChoiceGroup, Run
 from router.serve.machine import (
     Answered,

@@ -24,8 +24,7 @@ from router.placement import (
     Prompt,
     place,
 )
-from router.placement.pool_view import PoolView
-from router.placement.stale_hints import HintTracker
+from router.placement.pool_view import HintTracker, PoolView
 from router.serve.choice import Assignment, Choice
 
 

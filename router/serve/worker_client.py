@@ -39,8 +39,8 @@ from baton.registered_adapters import CHECK_S, CheckedAdapter, check_facts
 from baton.rpc import channel, from_rpc_error
 from baton.rpc.errors import from_failed
 from baton.rpc.member_auth import member_metadata
-from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
 from baton.scores import TokenScores
+from baton.tasks import Outbox
 from baton.telemetry import tracing
 from baton.tls import Certificates, Tls
 from baton.trust import KeyFile
@@ -147,7 +147,7 @@ def _taken(events: list[E]) -> E:
     if len(parts) <= 1:
         return events.pop(0)
     del events[: len(parts)]
-    return cast(E, _joined(cast(list[NewTokens], parts)))
+    return cast("E", _joined(cast("list[NewTokens]", parts)))
 
 
 def _joined(parts: Sequence[NewTokens]) -> NewTokens:
@@ -204,7 +204,7 @@ class _Link:
         # A write to a broken stream raises. `_read` gets the reason from gRPC and fails the calls with it.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                await self._stream.write(wire.serve_request(await self._outbox.take(MAX_FRAME_COMMANDS)))
+                await self._stream.write(wire.serve_request(await self._outbox.take(wire.MAX_FRAME_COMMANDS)))
 
     async def _read(self) -> None:
         broken: grpc.aio.AioRpcError | None = None

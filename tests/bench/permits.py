@@ -23,8 +23,7 @@ from baton.telemetry.instruments import Instruments
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from engine.testing import ArithmeticRunner
 from kvstore.index import Mirror
-from router.placement.pool_view import PoolView
-from router.placement.stale_hints import HintTracker
+from router.placement.pool_view import HintTracker, PoolView
 from router.serve.selector import WorkerSelector
 from tests.bench.report import Report, Table
 from tests.bench.stats import Spread, interleaved, ratio, spread

@@ -32,7 +32,6 @@ from engine.core.engine import Engine
 from engine.core.runner import Runner
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
-from engine.core.step_fit import StepSize
 from engine.native.runner import NativeRunner
 from engine.runners import make_runner
 from router.prompt import Tokenizer
@@ -163,7 +162,7 @@ class _Arm:
         output = self._engine.runner.execute(step)
         took_s = time.process_time() - began_s
         self._engine.commit(step, output, time.monotonic())
-        self._engine.learn(StepSize.of(step), took_s, output.proposing_s)
+        self._engine.learn(step.size(), took_s, output.proposing_s)
 
     def _spec(self, place: int, prompt: list[int], sampling: SamplingParams) -> SequenceSpec:
         return SequenceSpec(

@@ -27,7 +27,7 @@ from kvstore.index.protocol import READ_EVENTS
 from kvstore.leases import RecordEntry, RecordKey, RecordPart, RedisLeases, RedisRecords
 from router.admission import RedisLedger
 from router.admission.account import LedgerEntry
-from router.cluster.history_store import MAX_COUNTS, RedisHistory
+from router.cluster.history import MAX_COUNTS, RedisHistory
 from router.timeline.usage_marks import RedisMarks
 from router.timeline.usage_record import UsageMark
 from tests.support.builders import READY, worker_info

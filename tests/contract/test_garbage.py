@@ -31,8 +31,7 @@ from kvstore.index import (
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper
 from router.admission import SloCounts
-from router.cluster.dependencies import Dependencies
-from router.cluster.registry import Registry
+from router.cluster.registry import Dependencies, Registry
 from router.placement import Prompt
 from router.placement.pool_view import PoolView
 from router.serve.worker_client import WorkerClient

@@ -11,8 +11,18 @@ from baton.errors import StoreUnavailable
 from baton.telemetry.request_metrics import RequestMetrics
 from kvstore.index import RedisConnection, Seal
 from kvstore.index.keys import Keys
-from router.cluster.history import LATE_SLOTS, NUM_SLOTS, SLOT_S, ClusterHistory, HistorySlot, counted
-from router.cluster.history_store import Counts, HistoryStore, MemoryHistory, RedisHistory
+from router.cluster.history import (
+    LATE_SLOTS,
+    NUM_SLOTS,
+    SLOT_S,
+    ClusterHistory,
+    Counts,
+    HistorySlot,
+    HistoryStore,
+    MemoryHistory,
+    RedisHistory,
+    counted,
+)
 from tests.contract.conftest import UNSIGNED
 from tests.support.cases import chosen
 

@@ -39,7 +39,7 @@ from kvstore.index import BlockEvent, IndexOutcome, Op, RedisConnection
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper, RedisLeases
 from kvstore.leases.codec import decode_info, decode_load, encode, encode_load
-from router.cluster.dependencies import Dependencies
+from router.cluster.registry import Dependencies
 from tests.contract.roles import url_of
 from tests.support import builders
 from tests.support.waiting import until, wait_until

@@ -19,7 +19,6 @@ from engine.core.engine import Engine
 from engine.core.ngrams import NO_GUESS
 from engine.core.runner import Runner
 from engine.core.sequence import Purpose
-from engine.core.step_fit import StepSize
 from engine.runners import make_runner
 from tests.integration.test_engine_models import ENGINE, VOCAB_SIZE, drafted_and_plain, engine_of, save_tiny
 from tests.support.builders import sequence_spec
@@ -110,7 +109,7 @@ def test_its_steps_are_timed_apart(tmp_path: Path) -> None:
     while batch := engine.schedule(0.0)[0]:
         output = engine.runner.execute(batch)
         engine.commit(batch, output, 0.0)
-        engine.learn(StepSize.of(batch), 1.0, output.proposing_s)
+        engine.learn(batch.size(), 1.0, output.proposing_s)
         assert (output.proposing_s > 0) == any(part.proposal for part in batch.parts)
         proposing_s.append(output.proposing_s)
     assert any(proposing_s)

@@ -50,7 +50,7 @@ from engine.model.rank_step import RankStep
 from engine.model.transformers_model import ModelRank, load_config
 from engine.model.transformers_runner import TransformersRunner
 from engine.native.spec import FAMILIES
-from kvstore.worker_context import WorkerContext
+from kvstore.transfer.endpoint import WorkerContext
 from router.prompt import Tokenizer
 from router.serve.worker_client import WorkerCallError
 from tests.support.builders import sequence_spec

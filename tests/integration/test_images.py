@@ -31,7 +31,6 @@ from engine.core.loop import EngineLoop
 from engine.core.outputs import Generated, Output, Refused, Reserved
 from engine.core.runner import StepInput, StepPart
 from engine.core.sequence import Purpose
-from engine.core.step_fit import StepSize
 from engine.model import pretrained
 from engine.model.decode_graphs import padded_numbers
 from engine.model.image_reader import ProcessedImages, reader_of
@@ -363,7 +362,7 @@ def test_a_placeholder_is_no_draft_and_a_generated_one_is_a_token(saved: Callabl
         for output in engine.commit(step, engine.runner.execute(step), 0.0):
             assert isinstance(output, Generated)
             tokens += output.token_ids
-        engine.learn(StepSize.of(step), 0.01)
+        engine.learn(step.size(), 0.01)
     assert store.placeholder in tokens
     assert store.placeholder not in drafted
     assert sequence.num_output_tokens == NUM_TOKENS

@@ -16,7 +16,7 @@ from kvstore.adapters import MemoryAdapters
 from kvstore.index import MemoryStore
 from router.admission.tenants import DEFAULT_TENANT
 from router.admission.validate import Claim
-from router.api.adapter_orders import AdapterOrders
+from router.api.orders import AdapterOrders
 from router.placement import NO_OBJECTIVE, Weights
 from router.serve.worker_client import WorkerClient
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.api import GenerateChunk, Usage
 from baton.sampling import FinishReason
 from baton.tools import ToolCallDelta, joined_calls
-from router.api.parts import PartKind
+from router.api.answering import PartKind
 
 Said = tuple[PartKind, str]
 """A part of an answer: what it is, and its text, or a call's arguments. Calls are of the tools t0, t1 and so on."""

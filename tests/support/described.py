@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonschema
 
-from router.api.document import document
+from router.api.apis import document
 from tools.api_docs import ROUTES
 
 

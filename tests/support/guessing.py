@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
-from baton.costs import StepCosts
+from baton.costs import StepCosts, StepSize
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
@@ -16,7 +16,6 @@ from engine.core.outputs import Generated, Output
 from engine.core.runner import StepInput
 from engine.core.sequence import Purpose
 from engine.core.sequence import Sequence as EngineSequence
-from engine.core.step_fit import StepSize
 
 STEP_S = 0.01
 

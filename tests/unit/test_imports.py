@@ -17,7 +17,7 @@ from tests.support.cases import chosen
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "ray", "numpy")
-CORE = ("engine", "group_pool", "loop", "outputs", "runner", "scheduler", "sequence", "serving", "step_fit")
+CORE = ("engine", "group_pool", "loop", "outputs", "runner", "scheduler", "sequence", "serving")
 WATCHED: Mapping[str, tuple[str, ...]] = {
     # The vocabulary and the engine's core.
     "baton.api, baton.blocks, baton.cluster, baton.config, baton.errors, baton.messages, baton.sampling": (

@@ -88,7 +88,7 @@ class _Router:
 
 
 def stream(tokens: list[int], error: Exception | None = None) -> Stream:
-    return Stream(inference=cast(Any, _Router(tokens, error)), prompt=[1, 2], max_tokens=3)
+    return Stream(inference=cast("Any", _Router(tokens, error)), prompt=[1, 2], max_tokens=3)
 
 
 def test_a_stream_is_served_if_every_token_is_right_and_no_error_came() -> None:

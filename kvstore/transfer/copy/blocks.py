@@ -214,7 +214,7 @@ class BlockCopier:
         self._cache = cache
         self._tables: list[NDArray[np.int64]] = []
         self.extend(block_ids)
-        self._gpu = gpu_of(cache.device)
+        self._gpu = None if cache.device.type == "cpu" else gpu_of(cache.device)
         self._first_units = [begin // wire.unit_tokens for begin, wire in zip(plan.begins, plan.groups, strict=True)]
         self._indices: dict[tuple[int, int, int], torch.Tensor] = {}
         """Run indices by part and units, on a CPU: the chunks of a span share one."""

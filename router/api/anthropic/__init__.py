@@ -4,6 +4,6 @@ Bodies are validated here, at every depth. Features that are not supported are r
 """
 
 from router.api.anthropic.endpoints import add_endpoints
-from router.api.anthropic.errors import error_body
+from router.api.anthropic.events import error_body
 
 __all__ = ["add_endpoints", "error_body"]

@@ -4,10 +4,9 @@ Bodies are validated here and become a `GenerateRequest`. Features that are not 
 ignored.
 """
 
-from router.api.openai.body import SloBody
+from router.api.openai.answers import error_body
+from router.api.openai.body import ResponseFormatBody, SloBody, structure_of
 from router.api.openai.endpoints import add_endpoints
-from router.api.openai.errors import error_body
-from router.api.openai.structure import ResponseFormatBody, structure_of
 
 __all__ = [
     "ResponseFormatBody",

@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import codecs
+import contextlib
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from baton.api import GenerateChunk, PromptScores, Timing, Usage
 from baton.chat import tool_call
+from baton.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    QuotaExceeded,
+    Unauthenticated,
+    UnknownField,
+    Unsupported,
+)
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
 from baton.tools import ToolCallDelta, joined_calls
-from router.api.openai.logprobs import CompletionLogprobs, joined, of_chat, of_prompt
+from router.api.exchange import event
 from router.prompt import Tokenizer
 
 NO_PROMPTS: Mapping[int, PromptScores] = {}
 TIMING_NAMES = tuple(each.name for each in fields(Timing))
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+ERROR_NAME = "Error"
+MINUTE_S = 60.0
+_CAPITAL = re.compile("[A-Z]")
+ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,3 +239,183 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 def _timing(timing: Timing) -> dict[str, Any]:
     return {name: getattr(timing, name) for name in TIMING_NAMES}
+
+
+def of_chat(token_ids: Sequence[int], scores: TokenScores, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the field `logprobs` of a chat's choice."""
+    content = []
+    for index, token_id in enumerate(token_ids):
+        top = [_token(top_id, logprob, tokenizer) for top_id, logprob in scores.top(index)]
+        content.append({**_token(token_id, scores.logprobs[index], tokenizer), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """Writer of the field `logprobs` of a completion's choice, piece by piece."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = _Utf8Decoder("replace")
+        self._num_characters = 0
+
+    def prompt(self, prompt: PromptScores) -> dict[str, list[Any]]:
+        """Return the field for an echoed prompt. Call this before the first piece. The first token has no score."""
+        first = self.piece(prompt.token_ids[:1], TokenScores((0.0,)))
+        rest = self.piece(prompt.token_ids[1:], prompt.scores)
+        return joined({**first, "token_logprobs": [None], "top_logprobs": [None]}, rest)
+
+    def piece(self, token_ids: Sequence[int], scores: TokenScores) -> dict[str, list[Any]]:
+        """Return the field for the tokens that follow the earlier pieces."""
+        offsets, tops = [], []
+        for index, token_id in enumerate(token_ids):
+            offsets.append(self._num_characters)
+            self._num_characters += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+            best = {self._key(top_id): logprob for top_id, logprob in reversed(scores.top(index))}
+            tops.append({self._key(token_id): scores.logprobs[index], **best} if best else {})
+        return {
+            "text_offset": offsets,
+            "token_logprobs": list(scores.logprobs),
+            "tokens": [self._key(token_id) for token_id in token_ids],
+            "top_logprobs": tops,
+        }
+
+    def _key(self, token_id: int) -> str:
+        """Return a token in OpenAI's format; if it is not valid UTF-8 alone, its bytes in hexadecimal."""
+        written = self._tokenizer.token_bytes(token_id)
+        try:
+            return written.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
+
+
+def joined(*pieces: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the field for the tokens of several pieces."""
+    return {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]}
+
+
+def of_prompt(prompt: PromptScores, tokenizer: Tokenizer) -> list[dict[str, dict[str, Any]] | None]:
+    """Return vLLM's field `prompt_logprobs`.
+
+    It has, for each token except the first, the token's log probability and those of the likeliest tokens.
+    """
+    found: list[dict[str, dict[str, Any]] | None] = [None]
+    for index, token_id in enumerate(prompt.token_ids[1:]):
+        tops = {top_id: (logprob, rank) for rank, (top_id, logprob) in enumerate(prompt.scores.top(index), 1)}
+        every = {token_id: (prompt.scores.logprobs[index], None)} | tops
+        found.append(
+            {
+                str(each): {"logprob": logprob, "rank": rank, "decoded_token": tokenizer.decode([each])}
+                for each, (logprob, rank) in every.items()
+            }
+        )
+    return found
+
+
+def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    written = tokenizer.token_bytes(token_id)
+    return {"token": written.decode(errors="replace"), "logprob": logprob, "bytes": list(written)}
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionForm:
+    """OpenAI's format of an answer. See `router.api.answering.AnswerForm`."""
+
+    shape: Shape
+    include_usage: bool
+    """Whether a stream ends with the usage."""
+
+    async def whole(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
+        shape = self.shape
+        answers: dict[int, ChoiceAnswer] = {}
+        prompts: dict[int, PromptScores] = {}
+        usage, timing = Usage(0, 0, 0), Timing()
+        async with contextlib.aclosing(chunks):
+            chunk: GenerateChunk | None = first
+            while chunk is not None:
+                chunk = shape.shown(chunk)
+                answer = answers.setdefault(chunk.choice_index, ChoiceAnswer())
+                answer.text += chunk.text
+                answer.reasoning += chunk.reasoning
+                answer.tool_calls += chunk.tool_calls
+                answer.token_ids += chunk.token_ids
+                answer.scores.append(chunk.scores)
+                if chunk.finish_reason:
+                    answer.finish_reason, answer.stop_reason = chunk.finish_reason, chunk.stop_reason
+                usage, timing = chunk.usage or usage, chunk.timing or timing
+                if chunk.prompt_scores is not None:
+                    prompts[shape.prompt_of(chunk.choice_index)] = chunk.prompt_scores
+                chunk = await anext(chunks, None)
+        return shape.whole(dict(sorted(answers.items())), usage, timing, prompts)
+
+    async def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[bytes]:
+        shape = self.shape
+        begun: dict[int, CompletionLogprobs] = {}
+        prompts: dict[int, PromptScores] = {}
+        usage, timing = None, Timing()
+        async with contextlib.aclosing(chunks):
+            try:
+                chunk: GenerateChunk | None = first
+                while chunk is not None:
+                    chunk = shape.shown(chunk)
+                    if chunk.prompt_scores is not None:
+                        prompts[shape.prompt_of(chunk.choice_index)] = chunk.prompt_scores
+                    index, is_first = chunk.choice_index, chunk.choice_index not in begun
+                    is_new = bool(
+                        chunk.text or chunk.reasoning or chunk.tool_calls or chunk.finish_reason or chunk.scores
+                    )
+                    is_new = is_new or (bool(shape.prompt_ids) and bool(chunk.token_ids))
+                    if is_new or is_first:
+                        logprobs = begun.get(index) or begun.setdefault(index, CompletionLogprobs(shape.tokenizer))
+                        scores = prompts.get(shape.prompt_of(index))
+                        yield event(shape.chunk(index, chunk, is_first, logprobs, scores))
+                    usage, timing = chunk.usage or usage, chunk.timing or timing
+                    chunk = await anext(chunks, None)
+            except BatonError as error:
+                yield self.broken(error)
+                return
+        if self.include_usage and usage is not None:
+            yield event(shape.usage_chunk(usage, timing))
+        yield b"data: [DONE]\n\n"
+
+    def broken(self, error: BatonError) -> bytes:
+        return event(error_body(error))
+
+
+def error_body(error: BatonError | HTTPException) -> dict[str, Any]:
+    """Return the body of an error response; `param` names the invalid field."""
+    if isinstance(error, HTTPException):
+        return _body(str(error.detail), "invalid_request_error", None, None)
+    is_clients_fault = isinstance(error, (InvalidRequest, Unauthenticated, Unsupported))
+    kind = "invalid_request_error" if is_clients_fault else "server_error"
+    if isinstance(error, Overloaded):
+        kind = "rate_limit_error"
+    param = error.param if isinstance(error, (InvalidRequest, Unsupported)) else None
+    return _body(str(error), kind, param, code_of(error))
+
+
+def code_of(error: BatonError) -> str:
+    """Return the code of an error: OpenAI's code if there is one, else the name of the error's class."""
+    match error:
+        case ModelNotFound():
+            return "model_not_found"
+        case Unauthenticated():
+            return "invalid_api_key"
+        case Unsupported():
+            return "unsupported_parameter"
+        case QuotaExceeded(retry_after_s=retry_s) if retry_s > MINUTE_S:  # the day's limit is used up
+            return "insufficient_quota"
+        case Overloaded():
+            return "rate_limit_exceeded"
+        case ContextLengthExceeded():
+            return "context_length_exceeded"
+        case UnknownField():
+            return "unknown_parameter"
+        case InvalidRequest(param=None):
+            return "invalid_request"
+        case InvalidRequest() if type(error) is InvalidRequest:
+            return "invalid_value"
+    return _CAPITAL.sub(lambda found: f"_{found[0].lower()}", type(error).__name__).strip("_")
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,26 +1,169 @@
 """Fields that the bodies of OpenAI's completions endpoints share.
 
 Fields of OpenAI's or vLLM's API that are not supported are refused by name, unless they ask for what happens anyway.
-null stands for a field that is not set. `router.api.ignored` handles unknown fields. Values of a wrong type are
+null stands for a field that is not set. `router.api.fields` handles unknown fields. Values of a wrong type are
 refused: "0.5" is not a number, and 1.0 is not a count.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from baton.api import Truncation, TruncationSide
+from baton.api import PromptInput, Text, TokenIds, Truncation, TruncationSide
 from baton.errors import InvalidRequest
 from baton.sampling import EarlyStopping, SamplingParams
-from router.api.fields import WithoutEffect
-from router.api.openai.fields import REFUSED, WITHOUT_EFFECT
-from router.api.openai.structure import ResponseFormatBody, StructuredOutputsBody, structure_of
-from router.api.strict import StreamBody, StrictBody, Values
+from baton.structure import StructuredOutputs
+from router.api.answering import MAX_PROMPTS
+from router.api.fields import Refusal, StreamBody, StrictBody, Values, WithoutEffect
+from router.prompt import Tokenizer
 
 _SAME_NAME = {field.name for field in fields(SamplingParams)} - {"logprobs", "structured_outputs"}
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "metadata": "it is stored with answers, and answers are not stored",
+    "prompt_cache_key": "the prefix cache works automatically, across all requests",
+    "prompt_cache_options": "prefixes are cached until their space is needed",
+    "prompt_cache_retention": "prefixes are cached until their space is needed",
+    "prediction": "it could only make an answer faster",
+    "safety_identifier": "it identifies the client's own user",
+    "service_tier": "`priority` and the tenant's SLO class set the priority",
+    "store": "answers are not stored",
+    "user": "it identifies the client's own user",
+    "verbosity": "no known chat template reads it; chat_template_kwargs can set it",
+}
+"""Fields that are accepted, and change no answer -> why."""
+
+_OTHER_SAMPLING = "it is an option of other servers"
+_OF_OTHER_SAMPLERS: Mapping[str, tuple[Any, ...]] = {
+    "citation_options": ("disabled",),
+    "disable_search": (True,),
+    "do_sample": (True,),
+    "dry_penalty_last_n": (-1,),
+    "dynatemp_exponent": (1,),
+    "dynatemp_range": (0,),
+    "logits_processors": ([],),
+    "min_keep": (0, 1),
+    "mirostat": (0,),
+    "n_cache_reuse": (0,),
+    "n_indent": (0,),
+    "n_keep": (0, -1),
+    "n_probs": (0,),
+    "parse_tool_calls": (True,),
+    "reasoning_budget": (-1,),
+    "reasoning_format": ("auto",),
+    "repeat_penalty": (1,),
+    "search_parameters": ({"mode": "off"},),
+    "separate_reasoning": (True,),
+    "smoothing_factor": (0,),
+    "stream_reasoning": (True,),
+    "t_max_predict_ms": (0, -1),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "top_n_sigma": (-1, 0),
+}
+"""Fields of llama.cpp, SGLang, TGI and other servers -> their values that ask for what happens anyway."""
+
+REFUSED: Mapping[str, Refusal] = {
+    "audio": Refusal("answers are text only"),
+    "chat_template": Refusal("templates are programs; only the model's own is used"),
+    "detokenize": Refusal("answers over HTTP are text; gRPC has `skip_text`", (True,)),
+    "function_call": Refusal("superseded by tool_choice", ("none", "auto")),
+    "functions": Refusal("superseded by tools", ([],)),
+    "max_logprobs": Refusal("the limit is 20 log probabilities per token"),
+    "modalities": Refusal("answers are text only", (["text"],)),
+    "moderation": Refusal("the operator decides (docs/moderation.md)"),
+    "parallel_tool_calls": Refusal("completions have no tools", (True, False)),
+    "spaces_between_special_tokens": Refusal("the tokenizer decides the spaces", (True,)),
+    "suffix": Refusal("text cannot be inserted before a suffix", ("",)),
+    "tool_choice": Refusal("completions have no tools", ("none", "auto")),
+    "tools": Refusal("completions have no tools", ([],)),
+    "top_logprobs": Refusal("set logprobs to the number instead", (0,)),
+    "web_search_options": Refusal("the cluster does not search the web"),
+    **{name: Refusal(_OTHER_SAMPLING, neutral) for name, neutral in _OF_OTHER_SAMPLERS.items()},
+}
+"""Fields that neither body serves, or only one of the two -> their refusal in the others."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for /v1/completions."""
+NO_PROMPT = "prompt must be a string, a list of strings, or lists of token ids"
+
+
+class JsonSchemaBody(StrictBody):
+    """The field `response_format.json_schema`."""
+
+    name: str | None = None
+    description: str | None = None
+    of_json: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    """Accepted, but every schema is enforced."""
+
+
+class ResponseFormatBody(StrictBody):
+    """The field `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaBody | None = None
+    of_json: dict[str, Any] | None = Field(default=None, alias="schema")
+    """The schema of a json_object: an older spelling, which llama.cpp and Together support."""
+
+
+class StructuredOutputsBody(StrictBody):
+    """The field `structured_outputs`."""
+
+    of_json: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Values[str] | None = None
+    grammar: str | None = None
+
+
+def structure_of(
+    response_format: ResponseFormatBody | None, structured_outputs: StructuredOutputsBody | None
+) -> StructuredOutputs | None:
+    """Return the structure that a body asks for; None: free text.
+
+    Raises:
+        InvalidRequest: both fields ask for a structure, or one asks for several structures or for a too large one.
+    """
+    asked = response_format is not None and response_format.type != "text"
+    if response_format and (response_format.type == "json_schema") != (response_format.json_schema is not None):
+        raise InvalidRequest(
+            "response_format.json_schema needs response_format.type json_schema; set both or none", "response_format"
+        )
+    if response_format and response_format.of_json is not None and response_format.type != "json_object":
+        raise InvalidRequest(
+            "response_format.schema needs response_format.type json_object; unset the schema", "response_format"
+        )
+    if asked and structured_outputs is not None:
+        raise InvalidRequest(
+            "response_format and structured_outputs cannot be combined; set one of them", "structured_outputs"
+        )
+    if structured_outputs is not None:
+        return StructuredOutputs(
+            json=_text(structured_outputs.of_json),
+            json_object=bool(structured_outputs.json_object),
+            regex=structured_outputs.regex or "",
+            choice=tuple(structured_outputs.choice or ()),
+            grammar=structured_outputs.grammar or "",
+        )
+    if response_format is None or not asked:
+        return None
+    if response_format.of_json is not None:
+        return StructuredOutputs(json=_text(response_format.of_json))
+    if response_format.json_schema is None:
+        return StructuredOutputs(json_object=True)
+    return StructuredOutputs(json=_text(response_format.json_schema.of_json))
+
+
+def _text(schema: dict[str, Any] | bool | str | None) -> str:
+    if schema is None:
+        return ""
+    return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
 
 
 class SloBody(StrictBody):
@@ -189,3 +332,77 @@ class Body(StreamBody):
     def continuous_usage(self) -> bool:
         options = self.stream_options
         return self.include_usage and options is not None and bool(options.continuous_usage_stats)
+
+
+class CompletionBody(Body):
+    """Request to continue a text."""
+
+    prompt: Any
+    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    logprobs: int | None = None
+    echo: bool | None = None
+    """Whether the answer starts with the prompt, and its log probabilities with those of the prompt."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer's special tokens, such as BOS, are added to a text; None: yes."""
+
+    def prompts(self, max_tokens: int) -> list[PromptInput]:
+        """Return the prompts of the body.
+
+        Args:
+            max_tokens: maximum length of a prompt of token ids.
+
+        Raises:
+            InvalidRequest: `prompt` has a wrong type, more than MAX_PROMPTS prompts, or a prompt that is too long.
+        """
+        match self.prompt:
+            case str(text):
+                return [self._text(text)]
+            case [str() | list(), *_] as prompts:
+                if len(prompts) > MAX_PROMPTS:
+                    raise InvalidRequest(f"prompt holds {len(prompts)} prompts; send at most {MAX_PROMPTS}", "prompt")
+                if all(isinstance(item, str) for item in prompts):
+                    return [self._text(item) for item in prompts]
+                if all(isinstance(item, list) for item in prompts):
+                    return [self._ids(item, max_tokens) for item in prompts]
+            case list(ids):
+                return [self._ids(ids, max_tokens)]
+        raise InvalidRequest(NO_PROMPT, "prompt")
+
+    def _ids(self, token_ids: list[Any], max_tokens: int) -> TokenIds:
+        kept = TokenIds.of(token_ids, max_tokens, self.truncation)
+        if not set(map(type, kept.ids)) <= {int}:
+            raise InvalidRequest(NO_PROMPT, "prompt")
+        return kept
+
+    def _text(self, text: str) -> Text:
+        return Text(text, bool(self.parse_special), self.add_special_tokens is not False)
+
+    async def echoed(self, prompts: Sequence[PromptInput], tokenizer: Tokenizer) -> tuple[str, ...]:
+        """Return the text of each prompt that its answers start with; empty: the client does not ask for an echo.
+
+        Raises:
+            InvalidRequest: the prompts may be truncated.
+        """
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise InvalidRequest("echo cannot be combined with truncate_prompt_tokens; unset one of them", "echo")
+        texts = []
+        for prompt in prompts if self.echo else ():
+            match prompt:
+                case Text(text=text):
+                    texts.append(text)
+                case TokenIds(ids):
+                    texts.append(await asyncio.to_thread(tokenizer.decode_all, ids))
+        return tuple(texts)
+
+    @property
+    def is_scoring(self) -> bool:
+        """True if the client wants only the prompt's scores, which OpenAI and vLLM express as an echo of 0 tokens."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def sampling(self) -> dict[str, Any]:
+        scores: dict[str, Any] = {} if self.logprobs is None else {"logprobs": self.logprobs}
+        if self.is_scoring:
+            scores["max_tokens"] = 1  # the minimum; the client does not get this token
+        if self.echo and self.logprobs is not None:
+            scores["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return super().sampling() | scores

@@ -13,22 +13,18 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from baton.api import Chat, GenerateRequest, ModelCard, PromptInput, TokenIds, check_num_tokens
+from baton.api import Chat, GenerateRequest, ModelCard, PromptInput, TokenIds, too_long
 from baton.errors import InvalidRequest
 from baton.registered_adapters import Adapters
 from baton.tools import ToolUse
 from router.admission import check_model
 from router.admission.tenants import Tenant
-from router.api.answering import Asked, answered, chunks_of
+from router.api.answering import Asked, Taking, answered, chunks_of
 from router.api.exchange import JsonAnswer, ascii_json, id_headers, ignored_of, named
-from router.api.openai.answers import Shape
-from router.api.openai.body import SloBody
-from router.api.openai.chat import ChatBody, prompt_of
-from router.api.openai.completions import DEFAULT_COMPLETION_TOKENS, CompletionBody
-from router.api.openai.form import CompletionForm
-from router.api.openai.tokens import DetokenizeBody, TokenizeBody, description_of
+from router.api.openai.answers import CompletionForm, Shape
+from router.api.openai.body import DEFAULT_COMPLETION_TOKENS, CompletionBody, SloBody
+from router.api.openai.chat import ChatBody, DetokenizeBody, TokenizeBody, description_of, prompt_of
 from router.api.routes import STREAMED, Reader
-from router.api.taking import Taking
 from router.service import RouterService
 
 
@@ -86,7 +82,8 @@ def _add_vllm(app: FastAPI, service: RouterService) -> None:
         with Taking(service, request, "detokenize"):
             body = await read()
             check_model(body.model or "", service.facts, service.adapters)
-            check_num_tokens(len(body.tokens), service.facts.max_model_len)
+            if len(body.tokens) > (most := service.facts.max_model_len):
+                raise too_long(len(body.tokens), most)
             if not 0 <= min(body.tokens, default=0) <= max(body.tokens, default=0) < service.facts.vocab_size:
                 raise InvalidRequest(f"tokens must be ids from 0 to {service.facts.vocab_size - 1}", "tokens")
         text = await asyncio.to_thread(service.model.tokenizer.decode_all, body.tokens)

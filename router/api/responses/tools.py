@@ -11,10 +11,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from baton.chat import MAX_NAME
 from baton.errors import InvalidRequest
 from baton.tools import Tool, ToolChoice, ToolUse
-from router.api.fields import Refusal, WithoutEffect
-from router.api.ignored import Ignored
-from router.api.strict import Listed, StrictBody
-from router.api.unions import ByType
+from router.api.fields import ByType, Ignored, Listed, Refusal, StrictBody, WithoutEffect
 
 QUALIFIES = "__"
 """Separator between the name of a namespace and that of a function."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from baton.api import GenerateChunk, Timing, Usage
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.sampling import FinishReason
+from router.api.answering import PartBegin, PartEnd, PartKind, PartMore, Parts
+from router.api.exchange import event
 from router.api.openai import error_body
-from router.api.parts import PartBegin, PartEnd, PartKind, PartMore, Parts
 
 INCOMPLETE: Mapping[FinishReason | None, str] = {
     FinishReason.LENGTH: "max_output_tokens",
@@ -210,3 +214,49 @@ def _code(error: BatonError) -> str:
     if isinstance(error, Overloaded):
         return "rate_limit_exceeded"
     return "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseForm:
+    """Format of a response. See `router.api.answering.AnswerForm`."""
+
+    head: Mapping[str, Any]
+    """See `ResponseWriter`."""
+    places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """See `Functions`."""
+
+    async def whole(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
+        writer = ResponseWriter(self.head, self.places)
+        async with contextlib.aclosing(chunks):
+            chunk: GenerateChunk | None = first
+            while chunk is not None:
+                deque(writer.write(chunk), maxlen=0)
+                chunk = await anext(chunks, None)
+        last = deque(writer.end(int(time.time())), maxlen=1).pop()
+        response: dict[str, Any] = last["response"]
+        return response
+
+    async def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[bytes]:
+        writer = ResponseWriter(self.head, self.places)
+        async with contextlib.aclosing(chunks):
+            try:
+                for each in _sent(writer.begin()):
+                    yield each
+                chunk: GenerateChunk | None = first
+                while chunk is not None:
+                    for each in _sent(writer.write(chunk)):
+                        yield each
+                    chunk = await anext(chunks, None)
+            except BatonError as error:
+                for each in _sent(writer.fail(error)):
+                    yield each
+                return
+        for each in _sent(writer.end(int(time.time()))):
+            yield each
+
+    def broken(self, error: BatonError) -> bytes:
+        return event({"type": "error", **error_fields(error)}, "error")
+
+
+def _sent(events: Iterable[ResponseEvent]) -> Iterable[bytes]:
+    return (event(each, each["type"]) for each in events)

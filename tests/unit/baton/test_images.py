@@ -12,7 +12,7 @@ from baton.chat import ChatMessage
 from baton.errors import BatonError, InvalidRequest, Unsupported
 from baton.images import MAX_IMAGE_BYTES, check_image, image_in_base64, image_in_url
 from baton.messages import DecodeRequest, PrefillRequest, SeenImage, StartCall
-from baton.rpc.outbox import Outbox
+from baton.tasks import Outbox
 from baton.v1 import inference_pb2, worker_pb2
 from tests.support.builders import sequence_spec
 from tests.support.eyes import PNG, data_url, picture

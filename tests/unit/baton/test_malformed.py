@@ -23,7 +23,7 @@ from baton.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from baton.wire.field_count import MAX_FIELDS
+from baton.wire.convert import MAX_FIELDS
 from worker.calls import CallServicer
 
 FILES = (inference_pb2, admin_pb2, worker_pb2, kv_pb2, health_pb2, reflection_pb2)

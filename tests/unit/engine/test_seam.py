@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from opentelemetry.context import Context
 
+from baton.costs import StepFit, StepSize
 from baton.errors import ConfigError, TransferError, TransferRefused
 from baton.messages import (
     DecodeRequest,
@@ -42,12 +43,10 @@ from engine.core.runner import (
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence
 from engine.core.serving import ServingEngine
-from engine.core.step_fit import StepFit, StepSize
 from engine.model.kv_cache import KVCache
 from engine.testing import ArithmeticRunner, expected_tokens
-from kvstore.transfer.endpoint import KvEndpoint
+from kvstore.transfer.endpoint import KvEndpoint, WorkerContext
 from kvstore.transfer.protocol.plan import layout_of
-from kvstore.worker_context import WorkerContext
 from prefill_worker.service import PrefillService
 from tests.unit.engine.core.test_engine import (
     drain,

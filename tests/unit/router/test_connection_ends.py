@@ -19,11 +19,11 @@ import uvicorn
 import uvloop
 
 from baton.config import ClusterConfig, Config, RouterConfig, TelemetryConfig
-from router import http_server
 from router.admission.tenants import TenantBook
 from router.api import connections
+from router.api import http as http_server
+from router.api.http import HttpServer, http_servers
 from router.api.places import ConnectionLimits, OpenConnections
-from router.http_server import HttpServer, http_servers
 from tests.integration.cluster import free_port
 from tests.support.bounded import PATIENCE_S
 from tests.support.cases import some

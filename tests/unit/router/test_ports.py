@@ -18,8 +18,8 @@ from baton.config import ClusterConfig, Config, TelemetryConfig
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
 from router.admission.tenants import TenantBook
-from router.api.padding import HTTP
-from router.http_server import bound, http_servers
+from router.api.delivery import HTTP
+from router.api.http import bound, http_servers
 from tests.integration.cluster import free_port
 from tests.support.waiting import until
 from tests.unit.router.api.test_http import Service

@@ -42,9 +42,9 @@ from router.admission import Accounts, Limiter, MemoryLedger, ModelFacts, SloCou
 from router.admission.tenants import TenantBook
 from router.answer import PLAIN, AnswerFormat
 from router.api import delivery
+from router.api.delivery import GRPC
 from router.api.grpc_api import SERVICE_NAMES, Authentication, InferenceServicer
 from router.api.http import create_app
-from router.api.padding import GRPC
 from router.placement.pool_view import PoolView
 from router.prompt import Tokenizer
 from router.request.model import LoadedModel

@@ -36,7 +36,7 @@ async def test_what_the_engine_finds_is_answered() -> None:
     engine.may_answer.set()
     calls = CallServicer(checks=AdapterChecks(engine.check))
     asked = worker_pb2.CheckAdapterRequest(path="/adapters/one")
-    answer = await calls.CheckAdapter(asked, cast(Any, None))
+    answer = await calls.CheckAdapter(asked, cast("Any", None))
     assert (answer.digest, answer.rank, answer.num_bytes) == ("ab" * 32, 8, 4096)
     assert engine.asked == ["/adapters/one"]
 

@@ -66,8 +66,8 @@ async def test_a_call_that_comes_as_the_last_one_ends_keeps_nobody_in_its_role(n
 
     member = State(loop=SimpleNamespace(hand_back=lambda reason: None, hypotheses=lambda spec: NO_HYPOTHESES))
     calls = CallServicer(decode=decode)
-    control = WorkerControl(cast(Member, member), calls)
-    stream = asyncio.create_task(calls.Serve(commands(), cast(Any, SimpleNamespace(write=write))))
+    control = WorkerControl(cast("Member", member), calls)
+    stream = asyncio.create_task(calls.Serve(commands(), cast("Any", SimpleNamespace(write=write))))
     try:
         async with asyncio.timeout(10):
             await serving.wait()
@@ -114,11 +114,11 @@ async def test_the_state_of_a_search_goes_with_the_order_to_move_unless_it_is_to
         monkeypatch.setattr("baton.wire.worker.MAX_HYPOTHESES_BYTES", 40)
     member = State(loop=SimpleNamespace(hand_back=lambda reason: None, hypotheses=hypotheses))
     calls = CallServicer(decode=decode)
-    stream = asyncio.create_task(calls.Serve(commands(), cast(Any, SimpleNamespace(write=write))))
+    stream = asyncio.create_task(calls.Serve(commands(), cast("Any", SimpleNamespace(write=write))))
     try:
         async with asyncio.timeout(10):
             await serving.wait()
-            await WorkerControl(cast(Member, member), calls).drain(0.1)
+            await WorkerControl(cast("Member", member), calls).drain(0.1)
         assert come == [Migrate(TWO_BEAMS if is_small else NO_HYPOTHESES)]
         assert asked == [sequence_spec(request_id="1")]
     finally:
@@ -193,8 +193,8 @@ def call(call_id: int) -> worker_pb2.ServeRequest:
 async def test_a_time_that_no_timer_takes_is_refused_and_the_worker_stays(timeout_s: float) -> None:
     """NaN would leave the event loop's timers without an order."""
     member = State(loop=SimpleNamespace(hand_back=lambda reason: None, hypotheses=lambda spec: NO_HYPOTHESES))
-    control = WorkerControl(cast(Member, member), CallServicer())
-    context = cast(Any, None)
+    control = WorkerControl(cast("Member", member), CallServicer())
+    context = cast("Any", None)
     with pytest.raises(InvalidRequest, match="timeout_s must be 0 to 604800"):
         await control.Drain(worker_pb2.DrainRequest(timeout_s=timeout_s), context)
     with pytest.raises(InvalidRequest, match="timeout_s must be 0 to 604800"):

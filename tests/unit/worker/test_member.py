@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from opentelemetry.context import Context
 
 from baton.blocks import content_id
 from baton.cluster import BlockCounts, Role, WorkerState
 from baton.config import Config, EngineConfig, ModelConfig, TransferConfig
 from baton.errors import DeviceLost, WorkerDraining
+from baton.messages import DecodeRequest
 from baton.rpc import RpcServer
 from baton.tasks import cancel_and_wait
+from decode_worker.service import DecodeService
 from engine.core.runner import KVSpec, LayerGroup, StateSpec
 from engine.core.sequence import Purpose
 from engine.testing import ArithmeticRunner
@@ -35,12 +38,12 @@ async def test_the_handlers_take_no_new_work_while_the_worker_drains() -> None:
     config = Config(transfer=TransferConfig(transports=("tcp",)))
     member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
     try:
-        member.context.require_staying()
+        assert not member.context.is_draining
         member.become(WorkerState.DRAINING)
         with pytest.raises(WorkerDraining, match="decode-0"):
-            member.context.require_staying()
+            await anext(DecodeService(member.context).decode(DecodeRequest(make_spec([1]), False), Context()))
         member.become(WorkerState.READY)
-        member.context.require_staying()
+        assert not member.context.is_draining
     finally:
         await member.kv.close()
 

@@ -7,7 +7,7 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.v1 import inference_pb2
 from baton.wire import check_num_fields
-from baton.wire.field_count import MAX_FIELDS, MAX_NUMBERS, SHORT_BYTES
+from baton.wire.convert import MAX_FIELDS, MAX_NUMBERS, SHORT_BYTES
 
 DESCRIPTOR = inference_pb2.GenerateRequest.DESCRIPTOR
 CHAT = inference_pb2.GenerateRequest.CHAT_FIELD_NUMBER << 3 | 2

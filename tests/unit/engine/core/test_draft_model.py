@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.costs import StepSize
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
 from baton.structure import StructuredOutputs
@@ -20,7 +21,6 @@ from engine.core.ngrams import NO_GUESS, Guess
 from engine.core.runner import UNKNOWN_TOKEN, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
-from engine.core.step_fit import StepSize
 from engine.testing import ArithmeticRunner
 from tests.support.builders import sequence_spec
 from tests.support.guessing import FREE, STEP_S, run

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from baton.costs import StepSize
 from engine.core.drafting import PRIOR, DraftPrice
-from engine.core.step_fit import StepSize
 from tests.support.builders import step_costs
 
 COSTS = step_costs(s_overhead=0.002, s_weights=0.008)

@@ -21,7 +21,6 @@ from engine.core.outputs import Generated, Preempted, Refused
 from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
-from engine.core.step_fit import StepSize
 from engine.testing import ArithmeticRunner, expected_tokens
 from router.answer.writer import AnswerWriter, Piece
 from router.prompt import Tokenizer
@@ -320,7 +319,7 @@ def test_nothing_is_drafted_before_steps_have_shown_what_they_cost() -> None:
     while batch := engine.schedule(0.0)[0]:
         number.append(batch.parts[0].num_drafts)
         engine.commit(batch, engine.runner.execute(batch), 0.0)
-        engine.learn(StepSize.of(batch), 0.01 + 1e-4 * batch.num_scheduled_tokens)
+        engine.learn(batch.size(), 0.01 + 1e-4 * batch.num_scheduled_tokens)
     assert number[:6] == [0] * 6, "its prompt, and five steps"
     assert number[6] > 0
     assert sequence.num_output_tokens == 50
@@ -563,7 +562,7 @@ def test_drafts_of_many_sequences_are_taken_where_they_pay(s_per_draft: float) -
     spent_s = num_tokens = 0.0
     while len(engine.sequences) == 64 or not num_tokens:
         batch, _ = engine.schedule(0.0)
-        size = StepSize.of(batch)
+        size = batch.size()
         took_s = 0.045 + s_per_draft * size.num_drafts
         before = sum(len(sequence.token_ids) for sequence in sequences)
         engine.commit(batch, engine.runner.execute(batch), 0.0)

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.blocks import block_keys
 from baton.cluster import BlockCounts
-from baton.costs import PRIOR
+from baton.costs import PRIOR, StepSize
 from baton.errors import InvalidRequest
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
@@ -27,7 +27,6 @@ from engine.core.outputs import Admitted, Generated, Output, Pin, Preempted, Res
 from engine.core.runner import EMPTY_PLACE, StepInput, StepOutput
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence, Status
-from engine.core.step_fit import StepSize
 from engine.model.kv_cache import KVCache
 from engine.testing import ArithmeticRunner, expected_tokens, modulus
 from tests.support.builders import sequence_spec, step_costs
@@ -1092,13 +1091,13 @@ def test_a_step_has_a_size() -> None:
         (0, 1),
     ]
     num_pairs = sum(range(40, 61))  # a token attends to itself and to those before it
-    assert StepSize.of(batch) == StepSize(
+    assert batch.size() == StepSize(
         num_new=23,
         num_pairs=pytest.approx(num_pairs + 1, abs=25),  # type: ignore[arg-type]
         num_decoding=1,
         num_kv_tokens=22,
     )
-    assert StepSize.of(StepInput(())) == StepSize()
+    assert StepInput(()).size() == StepSize()
 
 
 def test_an_engine_learns_what_its_steps_cost_and_plans_with_it() -> None:
@@ -1110,7 +1109,7 @@ def test_an_engine_learns_what_its_steps_cost_and_plans_with_it() -> None:
         engine.add(make_spec(numbers(number, num_tokens), 30 + 5 * number, name=str(number)), Purpose.GENERATE, 0.0)
         for _ in range(4):
             batch, _ = engine.schedule(0.0)
-            size = StepSize.of(batch)
+            size = batch.size()
             engine.learn(size, truth.step_s(size.num_new, size.num_pairs, size.num_decoding, size.num_kv_tokens))
             engine.commit(batch, engine.runner.execute(batch), 0.0)
     learned = engine.load().costs
@@ -1241,7 +1240,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     def commit(self) -> None:
         assert self.batch is not None
-        self.engine.learn(StepSize.of(self.batch), 0.01 * len(self.batch.parts))
+        self.engine.learn(self.batch.size(), 0.01 * len(self.batch.parts))
         self.take(self.engine.commit(self.batch, self.engine.runner.execute(self.batch), self.now))
         self.batch = None
 

@@ -16,7 +16,6 @@ from engine.core.group_pool import GroupPool
 from engine.core.runner import BlockTables, KVSpec, LayerGroup, StateSpec, StepInput
 from engine.core.scheduler import LEAST_STEP, Schedule, Scheduler, SchedulerLimits, urgency
 from engine.core.sequence import Purpose, Sequence, Status
-from engine.core.step_fit import StepSize
 from tests.support.builders import step_costs
 from tests.unit.engine.core.test_engine import make_spec, num_blocks
 
@@ -572,7 +571,7 @@ def test_the_youngest_of_the_least_priority_gives_way() -> None:
 
 
 def step_s(scheduler: Scheduler, batch: StepInput) -> float:
-    size = StepSize.of(batch)
+    size = batch.size()
     return scheduler.costs.step_s(size.num_new, size.num_pairs, size.num_decoding, size.num_kv_tokens)
 
 

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.costs import ALIKE, FASTEST, PRIOR, StepCosts, believed, least_of, lifted, typical
+from baton.costs import ALIKE, FASTEST, PRIOR, StepCosts, StepFit, StepSize, believed, least_of, lifted, typical
 from baton.fit import CostFit
 from baton.sampling import SamplingParams
 from engine.core.runner import StepInput, StepPart
-from engine.core.step_fit import StepFit, StepSize
 from router.placement import DEFAULT_PRICES, PriceFit
 from tests.support.builders import step_costs
 
@@ -303,21 +302,21 @@ def part(num_known: int, num_prompt: int, start: int, num_tokens: int) -> StepPa
 
 def test_the_size_of_a_step_is_that_of_its_parts() -> None:
     decoding = part(101, 90, 100, 1), part(51, 50, 50, 1)
-    assert StepSize.of(StepInput(decoding)) == StepSize(num_new=2, num_decoding=2, num_kv_tokens=152)
+    assert StepInput(decoding).size() == StepSize(num_new=2, num_decoding=2, num_kv_tokens=152)
     chunk = part(60, 60, 10, 20)  # each of 20 tokens attends to 20 on average
-    assert StepSize.of(StepInput((*decoding, chunk))) == StepSize(
+    assert StepInput((*decoding, chunk)).size() == StepSize(
         num_new=22, num_pairs=400, num_decoding=2, num_kv_tokens=152
     )
     last_token_of_a_prompt = part(30, 30, 29, 1)
-    assert StepSize.of(StepInput((last_token_of_a_prompt,))) == StepSize(num_new=1, num_pairs=29)
+    assert StepInput((last_token_of_a_prompt,)).size() == StepSize(num_new=1, num_pairs=29)
     in_its_first_canvas = StepInput((last_token_of_a_prompt._replace(sample=True), chunk))
-    assert StepSize.of(in_its_first_canvas, denoises=True) == StepSize(
+    assert in_its_first_canvas.size(denoises=True) == StepSize(
         num_new=1 + len(chunk.token_ids),
-        num_pairs=StepSize.of(StepInput((chunk,))).num_pairs,
+        num_pairs=StepInput((chunk,)).size().num_pairs,
         num_decoding=1,
         num_kv_tokens=last_token_of_a_prompt.num_computed_tokens + 1,
     )
-    assert StepSize.of(StepInput((last_token_of_a_prompt._replace(sample=False),)), denoises=True).num_decoding == 0
+    assert StepInput((last_token_of_a_prompt._replace(sample=False),)).size(denoises=True).num_decoding == 0
 
 
 TRUE_COSTS = StepCosts(

@@ -37,12 +37,11 @@ from engine.core.sequence import Purpose
 from engine.model.kv_cache import KVCache
 from engine.testing import ArithmeticRunner
 from kvstore.transfer.copy.blocks import choose_copies
-from kvstore.transfer.endpoint import KvEndpoint
+from kvstore.transfer.endpoint import KvEndpoint, WorkerContext
 from kvstore.transfer.local_worker import LocalWorker
 from kvstore.transfer.protocol.plan import heads_of
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender, OutgoingTransfer
-from kvstore.worker_context import WorkerContext
 from tests.support.builders import sequence_spec
 from tests.support.waiting import until
 

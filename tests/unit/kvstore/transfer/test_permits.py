@@ -28,8 +28,7 @@ from baton.v1 import kv_pb2_grpc
 from engine.testing import ArithmeticRunner
 from kvstore.index import Mirror
 from kvstore.transfer.connection.control_stream import open_channel
-from router.placement.pool_view import PoolView
-from router.placement.stale_hints import HintTracker
+from router.placement.pool_view import HintTracker, PoolView
 from router.serve.selector import WorkerSelector
 from tests.support import builders
 from tests.unit.kvstore.transfer.peers import (

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from baton.api import Timing, Usage
-from baton.costs import StepCosts
+from baton.costs import StepCosts, StepFit, StepSize
 from baton.errors import ConfigError
-from engine.core.step_fit import StepFit, StepSize
 from lab.bench.connection import ServingWorker
 from lab.bench.fit import OFTEN, cost_model, decoding_s, median_costs, prompt_step_s, request_overhead_s
 from lab.bench.replay import ReplayedRequest

@@ -27,9 +27,9 @@ from baton.sampling import SamplingParams
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from deploy.operator.client import Client
 from router.admission.tenants import DEFAULT_TENANT, Tenant, TenantBook, api_key_of
-from router.api.controller_client import ControllerClient
 from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentication
 from router.api.openai import error_body
+from router.api.orders import ControllerClient
 from router.prompt import SequenceBuilder
 from router.timeline.log import RequestLog
 from tests.support.builders import cluster_status, no_adapters

@@ -118,7 +118,7 @@ def test_what_may_be_a_mark_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch
     assert channeled(ReasoningReader(THINK), list(spaces)) == Split(spaces)
     assert ReasoningReader(THINK).push(spaces) == Split(spaces)
     endless = Reasoning(Mark.of({"open": "<"}, "open"), Mark.of({"close_pattern": "x.*!"}, "close"))
-    monkeypatch.setattr("router.answer.reasoning.MAX_HELD", 100)
+    monkeypatch.setattr("router.answer.channels.MAX_HELD", 100)
     channels = ReasoningReader(endless, is_open=True)
     given = "".join(channels.push(letter).reasoning for letter in "x" * 300)
     assert len(given) == 200

@@ -17,11 +17,11 @@ from baton.sampling import SamplingParams
 from baton.structure import StructuredOutputs, loosened
 from router.answer import call_format, with_tool_choice
 from router.api.anthropic.body import MessageBody
-from router.api.anthropic.prompt import chat_of as messages_chat_of
-from router.api.ignored import Ignored
+from router.api.anthropic.endpoints import chat_of as messages_chat_of
+from router.api.fields import Ignored
 from router.api.openai.chat import ChatBody
 from router.api.responses.body import ResponsesBody
-from router.api.responses.prompt import chat_of as responses_chat_of
+from router.api.responses.endpoints import chat_of as responses_chat_of
 from router.api.responses.tools import Functions
 from router.prompt import Tokenizer
 from tests.support.schema_features import FEATURES, NOTHING, Feature, whole_schema

@@ -18,7 +18,7 @@ from router.admission.tenants import DEFAULT_TENANT
 from router.api.apis import LONGEST_TOLD
 from router.api.exchange import MAX_BODY_BYTES
 from router.api.http import create_app
-from router.api.openai.tokens import DetokenizeBody
+from router.api.openai.chat import DetokenizeBody
 from tests.support.waiting import until
 from tests.unit.router.api.test_http import Service, app_of
 from tools.api_docs import BODIES

@@ -16,7 +16,7 @@ from baton.api import GenerateChunk, GenerateRequest
 from baton.errors import NoWorker, Unauthenticated
 from router.admission.tenants import DEFAULT_TENANT, api_key_of
 from router.api import answering
-from router.api.hosts import Hosts
+from router.api.browsers import Hosts
 from router.api.http import create_app
 from router.timeline.log import Ingress
 from tests.unit.router.api.test_http import Service, app_of

@@ -21,11 +21,10 @@ from baton.tls import Tls
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission.tenants import TenantBook
 from router.api.connections import BoundedProtocol
-from router.api.controller_client import ControllerClient
 from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentication
-from router.api.http import OPEN_PATHS, create_app, require_certificates
+from router.api.http import OPEN_PATHS, HttpServer, bound, create_app, require_certificates
+from router.api.orders import ControllerClient
 from router.api.places import ConnectionLimits, OpenConnections
-from router.http_server import HttpServer, bound
 from router.timeline.log import RequestLog
 from tests.support.builders import cluster_status, no_adapters
 from tests.support.certificates import Authority, serial_of

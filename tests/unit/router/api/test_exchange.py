@@ -12,10 +12,9 @@ import pytest
 from baton.errors import NotRead
 from router.api import delivery
 from router.api.anthropic.events import MessageForm
-from router.api.delivery import ReadAhead
+from router.api.delivery import HTTP, ReadAhead
 from router.api.exchange import EventStream, JsonAnswer, event
-from router.api.padding import HTTP
-from router.api.responses.form import ResponseForm
+from router.api.responses.writer import ResponseForm
 
 
 @pytest.mark.parametrize(

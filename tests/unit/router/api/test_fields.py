@@ -13,11 +13,10 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 
 from baton.errors import InvalidRequest, Unsupported
-from router.api.document import REFUSALS, document
-from router.api.ignored import Ignored
+from router.api.apis import REFUSALS, document
+from router.api.fields import Ignored
+from router.api.openai.body import REFUSED, WITHOUT_EFFECT, CompletionBody
 from router.api.openai.chat import ChatBody
-from router.api.openai.completions import CompletionBody
-from router.api.openai.fields import REFUSED, WITHOUT_EFFECT
 from tools import api_docs
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -18,10 +18,10 @@ import uvicorn
 import uvloop
 
 from baton.tls import Tls
-from router.api import handshake
+from router.api import places as handshake
 from router.api.connections import BoundedProtocol
+from router.api.http import HttpServer, bound
 from router.api.places import ConnectionLimits, OpenConnections
-from router.http_server import HttpServer, bound
 from tests.support.certificates import Authority
 from tests.support.objects import only_new_objects_are_collected
 from tests.support.waiting import until

@@ -11,7 +11,7 @@ import pytest
 
 from baton.config import ClusterConfig, Config, RouterConfig
 from router.admission.tenants import TenantBook
-from router.api.hosts import Hosts
+from router.api.browsers import Hosts
 from router.api.http import create_app, create_scraped_app
 from tests.unit.router.api.test_http import Service
 

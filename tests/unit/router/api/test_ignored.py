@@ -14,7 +14,7 @@ from baton.timelines import RequestTimeline
 from baton.tools import Tool
 from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.answer import PLAIN as PLAIN_FORMAT
-from router.api.ignored import IGNORED_HEADER, MAX_NAME, MAX_NAMED, Ignored
+from router.api.fields import IGNORED_HEADER, MAX_NAME, MAX_NAMED, Ignored
 from router.prompt import ChatTemplate
 from router.timeline.log import RefusedBody, RequestFilter
 from tests.unit.router.api.test_http import Service, app_of

@@ -9,7 +9,7 @@ import pytest
 
 from router.api import places
 from router.api.connections import PIECES_AT_ONCE
-from router.api.lane import Lane
+from router.api.places import Lane
 from tests.support.bounded import CHUNKED, PATIENCE_S, REQUEST, Server, request, wired
 from tests.support.waiting import until
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.scores import TokenScores
-from router.api.openai.logprobs import CompletionLogprobs, of_chat
+from router.api.openai.answers import CompletionLogprobs, of_chat
 from router.prompt import Tokenizer
 
 

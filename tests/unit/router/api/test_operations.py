@@ -27,16 +27,14 @@ from baton.v1 import admin_pb2, worker_pb2_grpc
 from kvstore.adapters import MemoryAdapters
 from kvstore.index import MemoryStore
 from router.admission.tenants import TenantBook
-from router.api.adapter_orders import AdapterOrders
-from router.api.document import document
+from router.api.apis import document
 from router.api.http import create_app
 from router.api.operations import Operations
-from router.api.paced import PacedWork
+from router.api.orders import AdapterOrders
+from router.api.parsing import PacedWork
 from router.api.places import ConnectionLimits, OpenConnections
-from router.cluster.history import ClusterHistory
-from router.cluster.history_store import MemoryHistory
-from router.cluster.load import LoadMeter
-from router.cluster.watch import AlertBook, AlertWatch
+from router.cluster.history import ClusterHistory, MemoryHistory
+from router.cluster.watch import AlertBook, AlertWatch, LoadMeter
 from router.serve.worker_client import WorkerClient
 from tests.support.builders import cluster_status, worker
 from tests.support.described import check_described

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.api.padding import FRAME_BYTES, GRPC, HTTP, AnswerPadding, Unread
+from router.api.delivery import FRAME_BYTES, GRPC, HTTP, AnswerPadding, Unread
 
 LENGTH = 300
 UNREAD = pytest.mark.parametrize("unread", [GRPC, HTTP])

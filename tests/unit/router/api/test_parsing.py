@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
-from router.api import paced, parsing
+from router.api import parsing
 from router.api.parsing import (
     MAX_NAMES,
     MAX_NODES,
@@ -207,7 +207,7 @@ async def test_between_long_bodies_there_is_a_pause_and_short_ones_go_by(body: b
     short_s = await made(b"[]")
     assert not second.done()
     assert short_s < await second
-    assert await second - ended_s >= (paced.PAUSE + 1) * took_s
+    assert await second - ended_s >= (parsing.PAUSE + 1) * took_s
 
 
 async def test_others_are_served_while_a_long_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baton.api import GenerateChunk
 from baton.tools import ToolCallDelta
-from router.api.parts import PartBegin, PartEnd, PartEvent, PartKind, PartMore, Parts
+from router.api.answering import PartBegin, PartEnd, PartEvent, PartKind, PartMore, Parts
 from tests.support.chunks import CUTS, Said, answers, chunks_of
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from baton.api import GenerateChunk, PromptScores, Timing, Usage
 from baton.scores import TokenScores
-from router.api.openai.answers import ChoiceAnswer, Shape
-from router.api.openai.logprobs import CompletionLogprobs, of_prompt
+from router.api.openai.answers import ChoiceAnswer, CompletionLogprobs, Shape, of_prompt
 from router.prompt import Tokenizer
 
 SCORES = TokenScores((-1.0, -2.5), (7, 8, 9, 10), (-0.5, -1.0, -0.25, -3.0))

@@ -15,11 +15,9 @@ from pydantic import TypeAdapter
 from baton.api import GenerateChunk
 from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerFailed
 from baton.sampling import FinishReason
-from router.api.parts import PartKind
-from router.api.responses.body import ResponsesBody
-from router.api.responses.form import ResponseForm
-from router.api.responses.head import head_of
-from router.api.responses.writer import ResponseWriter
+from router.api.answering import PartKind
+from router.api.responses.body import ResponsesBody, head_of
+from router.api.responses.writer import ResponseForm, ResponseWriter
 from tests.support.chunks import CUTS, USAGE, Said, answers, chunks_of
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

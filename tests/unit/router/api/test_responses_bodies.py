@@ -20,9 +20,9 @@ from baton.structure import StructuredOutputs
 from baton.tools import Tool, ToolChoice, ToolUse
 from router.admission.tenants import DEFAULT_TENANT
 from router.api.http import create_app
-from router.api.responses import items
+from router.api.responses import body as items
 from router.api.responses import tools as our_tools
-from router.api.responses.fields import REFUSED
+from router.api.responses.body import REFUSED
 from router.prompt import ChatTemplate
 from router.timeline.log import Ingress, RequestLog
 from tests.support.chunks import chunks_of

@@ -27,9 +27,8 @@ from pydantic import BaseModel
 from baton.sampling import SamplingParams
 from router.api.openai.chat import ChatBody
 from router.api.responses import body as bodies
-from router.api.responses import items, text
 from router.api.responses import tools as our_tools
-from router.api.responses.fields import REFUSED, REFUSED_OF_INPUT, WITHOUT_EFFECT
+from router.api.responses.body import REFUSED, REFUSED_OF_INPUT, WITHOUT_EFFECT
 
 
 def members(union: Any) -> list[Any]:
@@ -54,31 +53,31 @@ def fields_of(model: type[BaseModel]) -> set[str]:
 
 SERVED: dict[str, type[BaseModel]] = {
     "function": our_tools.FunctionToolBody,
-    "function_call": items.FunctionCallItem,
-    "function_call_output": items.FunctionCallOutputItem,
-    "input_image": items.InputImagePart,
-    "input_text": items.InputTextPart,
-    "custom_tool_call": items.CustomCallItem,
-    "custom_tool_call_output": items.FunctionCallOutputItem,
-    "refusal": items.RefusalPart,
-    "json_object": text.JsonObjectFormat,
-    "json_schema": text.JsonSchemaFormat,
-    "message": items.MessageItem,
+    "function_call": bodies.FunctionCallItem,
+    "function_call_output": bodies.FunctionCallOutputItem,
+    "input_image": bodies.InputImagePart,
+    "input_text": bodies.InputTextPart,
+    "custom_tool_call": bodies.CustomCallItem,
+    "custom_tool_call_output": bodies.FunctionCallOutputItem,
+    "refusal": bodies.RefusalPart,
+    "json_object": bodies.JsonObjectFormat,
+    "json_schema": bodies.JsonSchemaFormat,
+    "message": bodies.MessageItem,
     "namespace": our_tools.NamespaceToolBody,
-    "output_text": items.OutputTextPart,
-    "reasoning": items.ReasoningItem,
-    "text": text.PlainTextFormat,
+    "output_text": bodies.OutputTextPart,
+    "reasoning": bodies.ReasoningItem,
+    "text": bodies.PlainTextFormat,
 }
 
 
 @pytest.mark.parametrize(
     ("union", "refused", "at_least"),
     [
-        (inputs.ResponseInputItemParam, {**items.REFUSED_ITEMS, **items.LEFT_OUT_ITEMS}, 30),
+        (inputs.ResponseInputItemParam, {**bodies.REFUSED_ITEMS, **bodies.LEFT_OUT_ITEMS}, 30),
         (tools.ToolParam, our_tools.REFUSED_TOOLS, 15),
-        (contents.ResponseInputContentParam, items.REFUSED_PARTS, 3),
-        (outputs.ResponseFunctionCallOutputItemParam, items.REFUSED_PARTS, 3),
-        (messages.Content, items.REFUSED_PARTS, 2),
+        (contents.ResponseInputContentParam, bodies.REFUSED_PARTS, 3),
+        (outputs.ResponseFunctionCallOutputItemParam, bodies.REFUSED_PARTS, 3),
+        (messages.Content, bodies.REFUSED_PARTS, 2),
         (formats.ResponseFormatTextConfigParam, {}, 3),
     ],
     ids=["items", "tools", "contents", "outputs", "answers", "formats"],
@@ -96,11 +95,11 @@ def test_every_kind_of_openais_client_is_known(union: Any, refused: Mapping[str,
     [
         (params.StreamOptions, bodies.EventOptionsBody),
         (shared_params.Reasoning, bodies.ReasoningBody),
-        (texts.ResponseTextConfigParam, text.TextBody),
+        (texts.ResponseTextConfigParam, bodies.TextBody),
         (choices.ToolChoiceFunctionParam, our_tools.FunctionChoice),
         (allowed.ToolChoiceAllowedParam, our_tools.AllowedToolsChoice),
-        (reasonings.Content, items.ReasoningTextPart),
-        (reasonings.Summary, items.SummaryTextPart),
+        (reasonings.Content, bodies.ReasoningTextPart),
+        (reasonings.Summary, bodies.SummaryTextPart),
     ],
 )
 def test_every_field_at_depth_is_known(kind: Any, model: type[BaseModel]) -> None:

@@ -13,7 +13,7 @@ from baton.api import GenerateChunk, Timing, Usage
 from baton.errors import InvalidRequest, Overloaded
 from baton.sampling import FinishReason
 from router.admission.tenants import Tenant
-from router.api.several import MAX_AT_ONCE, Start, at_once, together
+from router.api.answering import MAX_AT_ONCE, Start, at_once, together
 
 
 async def answers(prompt: int, num_choices: int = 2, num_tokens: int = 3) -> AsyncGenerator[GenerateChunk]:

@@ -19,8 +19,8 @@ from pydantic_core import from_json
 from baton.api import GenerateChunk
 from baton.errors import BatonError, NoWorker
 from baton.sampling import FinishReason
+from router.api.answering import PartKind
 from router.api.anthropic.events import INVALID_JSON, SIGNATURE, STOP_REASONS, MessageForm, input_of
-from router.api.parts import PartKind
 from tests.support.chunks import CUTS, USAGE, Said, answers, chunks_of
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

@@ -22,9 +22,8 @@ from baton.api import Chat, GenerateRequest
 from baton.chat import ChatMessage
 from baton.structure import StructuredOutputs
 from baton.tools import Tool, ToolChoice, ToolUse
-from router.api.anthropic.blocks import AssistantMessage, SystemMessage, UserMessage
-from router.api.anthropic.body import CountTokensBody, MessageBody
-from router.api.document import document
+from router.api.anthropic.body import AssistantMessage, CountTokensBody, MessageBody, SystemMessage, UserMessage
+from router.api.apis import document
 from router.api.fields import LEFT_OUT, UNSUPPORTED, Refusal, WithoutEffect
 from router.prompt import ChatTemplate
 from tests.unit.router.api.test_http import Service, app_of

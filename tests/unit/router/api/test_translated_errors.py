@@ -25,7 +25,7 @@ from baton.errors import (
     Unsupported,
 )
 from router.admission.tenants import Tenant
-from router.api.anthropic.errors import ERROR_SCHEMA, KINDS
+from router.api.anthropic.events import ERROR_SCHEMA, KINDS
 from router.api.apis import error_body
 from router.api.http import create_app
 from tests.unit.router.api.test_translated_bodies import HI, Asked

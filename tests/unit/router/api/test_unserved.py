@@ -12,7 +12,7 @@ import openai
 import pytest
 from starlette.routing import Match, Route
 
-from router.api.document import document
+from router.api.apis import document
 from router.api.unserved import ANTHROPICS, OPENAIS, why_unserved
 from tests.unit.router.api.test_http import Service, app_of
 from tools.api_docs import ROUTES

@@ -24,11 +24,19 @@ from baton.cluster import (
     WorkerState,
 )
 from baton.telemetry.request_metrics import RequestMetrics
-from router.cluster.alerts import RULES, WINDOWS_S, Condition, Outcomes, RouterView, conditions
-from router.cluster.history import SLOT_S, ClusterHistory
-from router.cluster.history_store import MemoryHistory
-from router.cluster.load import LoadMeter, RouterLoad
-from router.cluster.watch import AlertBook, AlertWatch
+from router.cluster.history import SLOT_S, ClusterHistory, MemoryHistory
+from router.cluster.watch import (
+    RULES,
+    WINDOWS_S,
+    AlertBook,
+    AlertWatch,
+    Condition,
+    LoadMeter,
+    Outcomes,
+    RouterLoad,
+    RouterView,
+    conditions,
+)
 from tests.observability.shipped import alerts
 from tests.support.builders import READY, cluster_status, worker
 

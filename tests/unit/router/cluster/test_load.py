@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from router.cluster.load import LONG_S, NOTE_EVERY, SHOWN_S, TICK_S, LoadMeter
+from router.cluster.watch import LONG_S, NOTE_EVERY, SHOWN_S, TICK_S, LoadMeter
 from tests.support.waiting import until
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from baton.cluster import Role, Worker
-from router.cluster.readiness import Readiness
+from router.cluster.registry import Readiness
 from router.placement.pool_view import PoolView
 from tests.unit.router.placement.test_pool_view import Clock, worker
 

@@ -18,8 +18,7 @@ from kvstore.adapters import AdapterStore, MemoryAdapters
 from kvstore.index import MemoryIndex, MemoryStore, Mirror, MirrorFollower, RedisConnection
 from kvstore.leases import MemoryLeases
 from router.admission import SloCounts
-from router.cluster.dependencies import Dependencies
-from router.cluster.registry import Registry
+from router.cluster.registry import Dependencies, Registry
 from router.placement.pool_view import PoolView
 from router.serve.worker_client import WorkerClient
 from tests.support.builders import registered_adapter, worker_info

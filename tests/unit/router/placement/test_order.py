@@ -13,7 +13,7 @@ import pytest
 from baton.cluster import BlockCounts, Role, Worker, WorkerState
 from kvstore.index import BlockEvent, Mirror, Op
 from router.placement import Candidate, ImageCosts, Job, LoadTracker, Placement, Prompt, Residence, Turn, place
-from router.placement.order import LEAST_LOADED, MAX_TURNS, TURN_S, LoadOrders
+from router.placement.load import LEAST_LOADED, MAX_TURNS, TURN_S, LoadOrders
 from router.placement.pool_view import FEW_WORKERS, MAX_HOLDERS, SUSPICION_S, PoolView
 from tests.support import builders
 

@@ -11,7 +11,7 @@ from baton.cluster import Role
 from baton.telemetry.instruments import Instruments
 from kvstore.index import BlockEvent, Mirror, Op
 from router.placement import Prompt
-from router.placement.stale_hints import HintTracker
+from router.placement.pool_view import HintTracker
 from tests.support.builders import cluster_status, sequence_spec, worker
 
 WORKER = worker("w", Role.PREFILL, epoch=1, block_size=16)

@@ -21,7 +21,7 @@ from baton.errors import InvalidRequest
 from baton.tools import Tool
 from router.answer import AnswerFormat, CallForm, call_format, known_form
 from router.prompt import ChatTemplate, Tokenizer
-from router.prompt.tools import with_calls_as_text, with_tools
+from router.prompt.chat import with_calls_as_text, with_tools
 from tests.support.chats import encoded, rendered
 
 SOURCES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "families").glob("*.jinja"))}

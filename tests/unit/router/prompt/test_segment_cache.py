@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 
 from baton.errors import InvalidRequest
-from router.prompt import segment_cache as segments
-from router.prompt.segment_cache import MIN_CHARACTERS, SegmentEncoder
+from router.prompt import literal as segments
+from router.prompt.literal import MIN_CHARACTERS, SegmentEncoder
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. ",

@@ -18,7 +18,7 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.structure import LARK_HEAD, StructuredOutputs, json_rule, schemas_of
 from baton.tasks import cancel_and_wait
 from router.prompt import StructureChecker, sandboxes
-from router.prompt import structure as structure_module
+from router.prompt import sequence as structure_module
 from tests.support.waiting import until, wait_until
 
 GOOD = StructuredOutputs(regex="[a-z]+")

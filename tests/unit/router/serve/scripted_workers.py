@@ -22,8 +22,7 @@ from baton.telemetry.instruments import Instruments
 from baton.v1 import worker_pb2_grpc
 from kvstore.index import Mirror
 from router.admission import Claim
-from router.placement.pool_view import PoolView
-from router.placement.stale_hints import HintTracker
+from router.placement.pool_view import HintTracker, PoolView
 from router.serve.choice import Choice, ChoiceGroup
 from router.serve.driver import ChoiceDriver
 from router.serve.worker_client import WorkerClient

@@ -43,8 +43,7 @@ from baton.v1 import worker_pb2_grpc
 from kvstore.index import Mirror
 from router.admission.tenants import Tenant
 from router.placement import Job
-from router.placement.pool_view import PoolView
-from router.placement.stale_hints import HintTracker
+from router.placement.pool_view import HintTracker, PoolView
 from router.prompt import with_images
 from router.serve import ImageLooker, RequestImages
 from router.serve.choice import Choice, ChoiceGroup

@@ -1,4 +1,7 @@
-"""Operators' orders that register LoRA adapters. A router executes them: it asks a worker, then writes to Redis."""
+"""Operators' orders: those that register LoRA adapters, and those that the router forwards to the controller.
+
+A router executes the first ones itself: it asks a worker, then writes to Redis.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,29 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
-from baton.cluster import Worker, WorkerState
-from baton.errors import BatonError, ModelNotFound, NoWorker, Overloaded, Unsupported, WorkerFailed
+import grpc
+
+from baton.cluster import ControllerInfo, Worker, WorkerState
+from baton.errors import (
+    BatonError,
+    ModelNotFound,
+    NoController,
+    NotAMember,
+    NoWorker,
+    Overloaded,
+    Unsupported,
+    WorkerFailed,
+)
 from baton.messages import Adapter
 from baton.registered_adapters import Adapters, CheckedAdapter, RegisteredAdapter, check_name, check_path
+from baton.rpc import channel, from_rpc_error
+from baton.rpc.errors import is_lost
+from baton.rpc.member_auth import member_metadata
+from baton.tls import Tls
+from baton.trust import KeyFile
+from baton.v1 import admin_pb2, admin_pb2_grpc
 from kvstore.adapters import AdapterStore
 from router.serve.worker_client import WorkerClient
 
@@ -87,3 +108,60 @@ class AdapterOrders:
             except (Overloaded, WorkerFailed) as error:
                 failure = error
         raise failure
+
+
+class ControllerClient:
+    """Client of the current controller. Every method raises the controller's own typed errors.
+
+    Args:
+        known: returns the controller that is known now, if any.
+        keys: authenticates the router to the controller; None: the cluster has no secret.
+
+    Raises:
+        NoController: no controller is known, or it does not answer, or it refuses this router.
+    """
+
+    def __init__(
+        self, known: Callable[[], ControllerInfo | None], keys: KeyFile | None = None, tls: Tls | None = None
+    ) -> None:
+        self._known = known
+        self._keys = keys
+        self._tls = tls
+
+    async def scale(self, request: admin_pb2.ScalePoolRequest) -> admin_pb2.ScalePoolResponse:
+        answer: admin_pb2.ScalePoolResponse = await self._order("ScalePool", request)
+        return answer
+
+    async def drain(self, request: admin_pb2.DrainWorkerRequest) -> admin_pb2.DrainWorkerResponse:
+        answer: admin_pb2.DrainWorkerResponse = await self._order("DrainWorker", request)
+        return answer
+
+    async def set_role(self, request: admin_pb2.SetWorkerRoleRequest) -> admin_pb2.SetWorkerRoleResponse:
+        answer: admin_pb2.SetWorkerRoleResponse = await self._order("SetWorkerRole", request)
+        return answer
+
+    async def _order(self, method: str, request: Any) -> Any:
+        """Send one order over a new channel: orders are rare, and a controller may restart at another address."""
+        if (controller := self._known()) is None:
+            raise NoController(
+                "no controller is known, so the pools cannot be changed now; `baton up` or Kubernetes starts it again, "
+                "which takes up to a minute if Ray has failed: try again then"
+            )
+        try:
+            async with channel(controller.address, self._tls) as opened:
+                proof = member_metadata(self._keys, f"/baton.v1.Admin/{method}", controller.incarnation)
+                return await getattr(admin_pb2_grpc.AdminStub(opened), method)(request, metadata=proof)
+        except grpc.aio.AioRpcError as error:
+            raise _typed(error, controller) from error
+
+
+def _typed(error: grpc.aio.AioRpcError, controller: ControllerInfo) -> BatonError:
+    if is_lost(error):
+        return NoController(
+            f"the controller at {controller.address} does not answer; `baton up` or Kubernetes starts it again, "
+            "which takes up to a minute if Ray has failed: try again then"
+        )
+    typed = from_rpc_error(error, f"the controller at {controller.address}")
+    if isinstance(typed, NotAMember):
+        return NoController(f"the controller at {controller.address} does not take orders of this router: {typed}")
+    return typed
