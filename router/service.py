@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from opentelemetry.context import Context
 
-from baton.api import GenerateChunk, GenerateRequest, ModelCard, PromptInput, PromptScores, Truncation
+from baton.api import Chat, GenerateChunk, GenerateRequest, ModelCard, PromptInput, PromptScores, Truncation
 from baton.config import RouterConfig
 from baton.errors import InvalidRequest
 from baton.messages import Adapter, NewTokens, PlacedImage, SequenceSpec
@@ -57,7 +57,15 @@ from router.admission import (
     with_lengths,
 )
 from router.admission.tenants import DEFAULT_TENANT, Tenant
-from router.answer import AnswerChunks, AnswerPlan, AnswerSelection, AnswerWriter, with_reasoning, with_tool_choice
+from router.answer import (
+    AnswerChunks,
+    AnswerPlan,
+    AnswerSelection,
+    AnswerWriter,
+    SentAnswer,
+    with_reasoning,
+    with_tool_choice,
+)
 from router.prompt import PromptEncoder, SequenceBuilder, StructureChecker, in_tokens, with_images
 from router.request.model import LoadedModel
 from router.request.moderation import ModeratedAnswer, Moderator
@@ -190,7 +198,11 @@ class RouterService:
 
         Other names are not recorded, because clients may send any. `generate` refuses them.
         """
-        return model if model in self._adapters() else self.model.facts.id
+        return model if self._is_other(model) and model in self._adapters() else self.model.facts.id
+
+    def _is_other(self, model: str) -> bool:
+        """Return whether a client names another model than the served one."""
+        return model not in ("", self.model.facts.id)
 
     async def generate(
         self,
@@ -210,7 +222,7 @@ class RouterService:
         facts = self.facts.of(tenant)
         with self.requests.recording(request, tenant, ingress, trace, self.name_of(request.model)) as recording:
             timeline = recording.timeline
-            adapter = check_model(request.model, facts, self._adapters())
+            adapter = check_model(request.model, facts, self._adapters()) if self._is_other(request.model) else None
             check_request_id(request.request_id)
             claim = timeline.claim = claim_of(request, tenant, self._config, timeline.arrived_s)
             key = RecordKey(tenant.id, request.request_id or f"req-{uuid.uuid4().hex}")
@@ -253,7 +265,7 @@ class RouterService:
                                     call.goes_on()
             self._limiter.record(time.monotonic() - timeline.arrived_s)
 
-    async def _written(self, choice: Choice, message: NewTokens, writer: ModeratedAnswer) -> Sequence[GenerateChunk]:
+    async def _written(self, choice: Choice, message: NewTokens, writer: SentAnswer) -> Sequence[GenerateChunk]:
         """Return the chunks for the client from a choice's new tokens."""
         chunks = await writer.write(message.token_ids, message.finish_reason, message.scores)
         if writer.has_ended:
@@ -340,9 +352,13 @@ class RouterService:
         The plan assigns the parts of the answer to the fields of the response. The answer's structure is checked.
         """
         tokenizer, form = self.model.tokenizer, self.model.format
-        plan = form.plan(prompt, prompt_ids, tokenizer, params)
-        params = with_tool_choice(params, prompt, form.calls, tokenizer)
-        params = with_reasoning(in_tokens(params, tokenizer), plan)
+        plan = None
+        if isinstance(prompt, Chat):
+            plan = form.plan(prompt, prompt_ids, tokenizer, params)
+            params = with_tool_choice(params, prompt, form.calls, tokenizer)
+        params = in_tokens(params, tokenizer)
+        if params.is_structured:
+            params = with_reasoning(params, plan)
         structure = await self._structures.check(params.structured_outputs, tenant.id)
         if structure is not params.structured_outputs:
             params = replace(params, structured_outputs=structure)
@@ -373,7 +389,7 @@ class RouterService:
 
     def _writers(
         self, request: GenerateRequest, group: ChoiceGroup, params: SamplingParams, plan: AnswerPlan | None
-    ) -> dict[Choice, ModeratedAnswer]:
+    ) -> dict[Choice, SentAnswer]:
         """Create the writers of a request's answers."""
         tokenizer, num_delivered = self.model.tokenizer, {} if params.is_selected else request.resume_from
         chunks = {
@@ -391,11 +407,13 @@ class RouterService:
             )
             for choice in group.choices
         }
-        tenant = group.choices[0].claim.tenant.id
-        return {each: ModeratedAnswer(chunks[each], self._moderator, tokenizer, tenant) for each in chunks}
+        moderator, tenant = self._moderator, group.choices[0].claim.tenant.id
+        if moderator is None:
+            return {each: SentAnswer(chunks[each]) for each in chunks}
+        return {each: ModeratedAnswer(chunks[each], moderator, tokenizer, tenant) for each in chunks}
 
 
-async def _replayed(writers: Mapping[Choice, ModeratedAnswer]) -> AsyncGenerator[GenerateChunk]:
+async def _replayed(writers: Mapping[Choice, SentAnswer]) -> AsyncGenerator[GenerateChunk]:
     """Yield the chunks of the tokens that a resumed request already has."""
     for choice, writer in writers.items():
         if choice.emitted:

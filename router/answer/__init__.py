@@ -10,7 +10,15 @@ from router.answer.channels import CallIds, Calls, Channels, Delta, Parted, Reas
 from router.answer.format import PLAIN, AnswerFormat, AnswerPlan, with_reasoning, with_tool_choice
 from router.answer.marks import Mark, Reasoning
 from router.answer.tag_calls import TagCalls, Tags, typed_text
-from router.answer.writer import AnswerChunks, AnswerSelection, AnswerWriter, IncrementalDetokenizer, Piece, StopChecker
+from router.answer.writer import (
+    AnswerChunks,
+    AnswerSelection,
+    AnswerWriter,
+    IncrementalDetokenizer,
+    Piece,
+    SentAnswer,
+    StopChecker,
+)
 
 __all__ = [
     "PLAIN",
@@ -32,6 +40,7 @@ __all__ = [
     "Piece",
     "Reasoning",
     "ReasoningReader",
+    "SentAnswer",
     "Split",
     "StopChecker",
     "TagCalls",

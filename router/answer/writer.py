@@ -6,7 +6,8 @@ selects the answers of a request that its client gets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from baton.tools import ToolCallDelta, joined_calls
 from router.answer.channels import Channels, Delta
 from router.prompt.tokenizer import Tokenizer
 
+REPLAY_TOKENS = 64
+"""Tokens of a continued answer that are detokenized before other tasks get the event loop."""
 REPLACEMENT = "\ufffd"
 MAX_PENDING = 8
 MAX_CHARACTER_TOKENS = 4
@@ -234,6 +237,49 @@ class AnswerChunks:
                 "unchanged request with the number of tokens that were received",
                 "resume_from",
             )
+
+
+class SentAnswer:
+    """Writer of one choice's answer whose chunks are all sent at once."""
+
+    def __init__(self, chunks: AnswerChunks) -> None:
+        self._chunks = chunks
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the client needs no more tokens."""
+        return self._chunks.has_ended
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken so far, including those after a stop string."""
+        return self._chunks.num_tokens
+
+    async def replay(
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None
+    ) -> AsyncGenerator[Sequence[GenerateChunk]]:
+        """Take the tokens from before this call, and yield to the event loop in between.
+
+        Raises:
+            InvalidRequest: see `AnswerChunks.write`.
+        """
+        for begin in range(0, len(token_ids), REPLAY_TOKENS):
+            end = begin + REPLAY_TOKENS
+            yield await self.write(token_ids[begin:end], finish_reason if end >= len(token_ids) else None)
+            if self.has_ended:
+                return
+            await asyncio.sleep(0)
+
+    async def write(
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None, scores: TokenScores = NO_SCORES
+    ) -> Sequence[GenerateChunk]:
+        """Take new tokens and the finish reason, and return the chunks to send now.
+
+        Raises:
+            InvalidRequest: see `AnswerChunks.write`.
+        """
+        chunk = self._chunks.write(token_ids, finish_reason, scores)
+        return () if chunk is None else (chunk,)
 
 
 class IncrementalDetokenizer:

@@ -14,7 +14,7 @@ import importlib
 import inspect
 import logging
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -25,12 +25,10 @@ from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
 from baton.telemetry.instruments import Instruments
 from baton.turns import Turns
-from router.answer import AnswerChunks
+from router.answer import AnswerChunks, SentAnswer
 from router.prompt import Tokenizer
 
 logger = logging.getLogger(__name__)
-REPLAY_TOKENS = 64
-"""Tokens of a continued answer that are detokenized before other tasks get the event loop."""
 MAX_THREADS = 16
 """Maximum number of concurrent calls of a judge that is a plain function; one less for a single tenant. A call that
 never returns keeps its thread."""
@@ -145,17 +143,18 @@ class Moderator:
         return await future
 
 
-class ModeratedAnswer:
-    """Writer of one choice's answer, which passes through moderation if that is configured.
+class ModeratedAnswer(SentAnswer):
+    """Writer of one choice's answer whose chunks wait for the moderator's verdicts.
+
+    A replay is judged again, because the number of tokens that the client claims to have may be wrong.
 
     Args:
         chunks: writer of the answer.
-        moderator: None: all chunks are sent at once.
         tenant: id of the tenant.
     """
 
-    def __init__(self, chunks: AnswerChunks, moderator: Moderator | None, tokenizer: Tokenizer, tenant: str) -> None:
-        self._chunks = chunks
+    def __init__(self, chunks: AnswerChunks, moderator: Moderator, tokenizer: Tokenizer, tenant: str) -> None:
+        super().__init__(chunks)
         self._moderator = moderator
         self._tokenizer = tokenizer
         self._tenant = tenant
@@ -171,39 +170,10 @@ class ModeratedAnswer:
         """True if the client needs no more tokens."""
         return self._is_vetoed or self._chunks.has_ended
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens taken so far, including those after a stop string."""
-        return self._chunks.num_tokens
-
-    async def replay(
-        self, token_ids: Sequence[int], finish_reason: FinishReason | None
-    ) -> AsyncGenerator[Sequence[GenerateChunk]]:
-        """Take the tokens from before this call, and yield to the event loop in between.
-
-        All of them are judged again, because the number of tokens that the client claims to have may be wrong.
-
-        Raises:
-            InvalidRequest: see `AnswerChunks.write`.
-        """
-        for begin in range(0, len(token_ids), REPLAY_TOKENS):
-            end = begin + REPLAY_TOKENS
-            yield await self.write(token_ids[begin:end], finish_reason if end >= len(token_ids) else None)
-            if self.has_ended:
-                return
-            await asyncio.sleep(0)
-
     async def write(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None, scores: TokenScores = NO_SCORES
     ) -> Sequence[GenerateChunk]:
-        """Take new tokens and the finish reason, and return the chunks to send now.
-
-        Raises:
-            InvalidRequest: see `AnswerChunks.write`.
-        """
-        if self._moderator is None:
-            chunk = self._chunks.write(token_ids, finish_reason, scores)
-            return () if chunk is None else (chunk,)
+        """See `SentAnswer.write`."""
         ready: list[GenerateChunk] = []
         begin, every = 0, self._moderator.every_tokens
         while True:
@@ -215,12 +185,12 @@ class ModeratedAnswer:
             if chunk is not None:
                 self._held.append(chunk)
             if self._chunks.has_ended or (part and self.num_tokens % every == 0):
-                ready += await self._judged(self._moderator)
+                ready += await self._judged()
             begin = end
             if self.has_ended or begin >= len(token_ids):
                 return ready
 
-    async def _judged(self, moderator: Moderator) -> list[GenerateChunk]:
+    async def _judged(self) -> list[GenerateChunk]:
         """Return the held chunks if they are allowed, else the chunk that ends the answer."""
         num_tokens = self._chunks.num_kept
         so_far = AnswerSoFar(
@@ -232,7 +202,7 @@ class ModeratedAnswer:
             has_ended=self._chunks.has_ended,
         )
         held, self._held = self._held, []
-        if not await moderator.allows(so_far):
+        if not await self._moderator.allows(so_far):
             self._is_vetoed = True
             return [self._chunks.vetoed(self._num_reasoning)]
         self._num_reasoning = held[-1].num_reasoning_tokens if held else self._num_reasoning

@@ -24,7 +24,7 @@ from deploy.operator.client import Client
 from kvstore.index import RedisConnection, Seal
 from kvstore.leases import RecordEnd, RecordEntry, RecordKey, RecordPart, RedisRecords
 from router.admission.tenants import DEFAULT_TENANT
-from router.request.moderation import REPLAY_TOKENS
+from router.answer.writer import REPLAY_TOKENS
 from router.request.resume import digest_of
 from tests.chaos.asks import MANY_BYTES, expected, greedy, of_split_character, seeded
 from tests.chaos.fleet import Fleet, RouterProcess, running_fleet

@@ -21,7 +21,7 @@ from baton.errors import ConfigError, InvalidRequest
 from baton.sampling import FinishReason, SamplingParams
 from baton.scores import TokenScores
 from baton.telemetry.instruments import Instruments
-from router.answer import AnswerChunks, AnswerWriter, Channels, Mark, Reasoning, ReasoningReader
+from router.answer import AnswerChunks, AnswerWriter, Channels, Mark, Reasoning, ReasoningReader, SentAnswer
 from router.prompt import Tokenizer
 from router.request.moderation import MAX_THREADS, AnswerSoFar, Judge, ModeratedAnswer, Moderator, load_judge
 from tests.support.builders import cluster_status
@@ -41,10 +41,10 @@ def moderator_of(judge: Judge, **settings: Any) -> Moderator:
 
 def answer_of(
     tokenizer: Tokenizer, moderator: Moderator | None, num_delivered: int = 0, stop: tuple[str, ...] = ()
-) -> ModeratedAnswer:
+) -> SentAnswer:
     writer = AnswerWriter(tokenizer, (), SamplingParams(stop=stop), num_delivered=num_delivered)
     chunks = AnswerChunks(writer, GenerateRequest(prompt=Text(""), model=""), request_id="one", choice_index=3)
-    return ModeratedAnswer(chunks, moderator, tokenizer, "acme")
+    return SentAnswer(chunks) if moderator is None else ModeratedAnswer(chunks, moderator, tokenizer, "acme")
 
 
 def edges(num_tokens: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
@@ -52,7 +52,7 @@ def edges(num_tokens: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 async def heard(
-    answer: ModeratedAnswer, token_ids: Sequence[int], cuts: Sequence[int] = (), finish: FinishReason | None = None
+    answer: SentAnswer, token_ids: Sequence[int], cuts: Sequence[int] = (), finish: FinishReason | None = None
 ) -> list[GenerateChunk]:
     """All that comes of tokens, grouped by `cuts`; the last group has the engine's word on the end."""
     found: list[GenerateChunk] = []
