@@ -214,6 +214,35 @@ STORIES = {
         6.00 transferred -> decoding: note transfer; await decode
         9.30 tokens 21 22 23 -> ended: emit 21 22 23., leave calls; end
         """),
+    "the worker that computes and decodes leaves, and the prompt is computed": Story(
+        requests=trace(request(0.0, 40, 3)), decisions=(at(0, 0),), pools=(0, 2), leaves={0: 1.0}, of=shape(batch=16),
+        num_moved=1, life="""
+        0.00 begun -> placing: find place
+        0.00 placed 0 -> computing: open decode; await decode
+        7.00 tokens 40 -> decoding: has kv, computed, emit 40; await decode
+        7.00 migrate -> decoding: prepare move; await decode migration
+        7.00 moveready -> placing: keep old call, leave calls, go back; take the next worker
+        7.00 placed 0 1 -> reserving: open decode for kv; await decode
+        7.00 ticket -> prefilling: open prefill; await prefill decode
+        7.00 first none -> transferring: computed; await decode prefill
+        12.25 tokens -> decoding: has kv; await decode prefill
+        12.25 transferred -> decoding: note transfer; await decode
+        14.45 tokens 41 42 -> ended: emit 41 42., leave calls; end
+        """),
+    "the prefill worker leaves, and a prefix is pulled": Story(
+        requests=trace(request(0.0, 48, 1), request(90.0, 58, 2)),
+        decisions=(at(2, 2), at(0, 3, source=2, source_tokens=48), at(1, 3)), pools=(2, 2), leaves={0: 91.0}, life="""
+        90.00 begun -> placing: find place
+        90.00 placed 0 3 -> reserving: open decode for kv; await decode
+        90.00 ticket -> prefilling: open prefill; await prefill decode
+        96.25 prefill 0: 0 leaves its role -> placing: leave calls, 0 leaves; find place
+        96.25 placed 1 3 -> reserving: open decode for kv; await decode
+        96.25 ticket -> prefilling: open prefill; await prefill decode
+        103.05 first 58 -> transferring: computed, emit 58; await decode prefill
+        103.75 tokens -> decoding: has kv; await decode prefill
+        103.75 transferred -> decoding: note transfer; await decode
+        104.85 tokens 59 -> ended: emit 59., leave calls; end
+        """),
     "the decode worker leaves": Story(
         requests=trace(request(0.0, 20, 9)), decisions=(at(0, 0),), pools=(0, 2), leaves={0: 6.0}, num_moved=1, life="""
         0.00 begun -> placing: find place
