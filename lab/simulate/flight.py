@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from engine.core.sequence import Status
+from router.placement import Mode, Placement
+from router.serve.machine import ChoiceMachine, Source
 
 if TYPE_CHECKING:
     from engine.core.sequence import Sequence as EngineSequence
@@ -42,58 +44,104 @@ class Served:
 
 
 @dataclass(slots=True, kw_only=True)
-class Flight:
-    """A request in progress on the workers."""
+class Attempt:
+    """Workers of one placement of a request, and what it has there."""
 
-    served: Served
     spec: SequenceSpec
     keys: tuple[bytes, ...]
-    uncached: int
-    computes: SimulatedWorker
+    """Keys of the full blocks of the sequence's tokens."""
     decodes: SimulatedWorker
+    prefills: SimulatedWorker | None = None
+    """The worker that sends the KV; None: the one that decodes computes the prompt itself."""
+    is_move: bool = False
+    """The worker that sends the KV is the one that decoded before, so that nothing is computed."""
+    num_uncached_tokens: int = 0
+    """Prompt tokens that count as queued on the worker that computes them."""
+    source: tuple[SimulatedWorker, int] | None = None
+    """The worker from which a prefix is pulled, and the length of the prefix."""
+    counts_on: list[SimulatedWorker] = field(default_factory=list)
+    """Workers of whose load it is a part."""
+    decode: EngineSequence | None = None
+    """The sequence on the decode worker."""
+    prefill: EngineSequence | None = None
+    """The sequence on the worker that computes the prompt: the prefix that is pulled there, and then the prompt."""
     began_s: float = 0.0
-    """Time at which the prefill worker received it."""
+    """Time at which the prefill worker received the prompt."""
+
+    @property
+    def computes(self) -> SimulatedWorker:
+        return self.prefills or self.decodes
+
+    @property
+    def placement(self) -> Placement:
+        """The placement as a router's."""
+        decode_worker = str(self.decodes.index)
+        if self.prefills is None:
+            return Placement(mode=Mode.AGGREGATED, decode_worker=decode_worker)
+        return Placement(mode=Mode.DISAGGREGATED, decode_worker=decode_worker, prefill_worker=str(self.prefills.index))
+
+    def begin(self) -> None:
+        """Count on the workers."""
+        for worker in [self.decodes] if self.is_move else dict.fromkeys((self.computes, self.decodes)):
+            self.count(worker, 1)
+        self.computes.queued_tokens += self.num_uncached_tokens
+
+    def computed(self) -> None:
+        """Count no longer as queued."""
+        self.computes.queued_tokens -= self.num_uncached_tokens
+        self.num_uncached_tokens = 0
+
+    def end(self) -> None:
+        """Count nowhere."""
+        self.computed()
+        for worker in tuple(self.counts_on):
+            self.count(worker, -1)
+
+    def count(self, worker: SimulatedWorker, sign: int) -> None:
+        """Make the request a part of a worker's load; with sign -1, no longer."""
+        worker.num_requests += sign
+        worker.reserved_tokens += sign * self.spec.num_prompt_tokens
+        if sign > 0:
+            self.counts_on.append(worker)
+        else:
+            self.counts_on.remove(worker)
+
+
+@dataclass(slots=True, kw_only=True)
+class Flight:
+    """A request in progress: the state machine of its only choice, and the latest attempt."""
+
+    served: Served
+    keys: tuple[bytes, ...]
+    machine: ChoiceMachine = field(default_factory=ChoiceMachine)
+    attempt: Attempt = field(init=False)
+    """Set by the first placement."""
+    moves_to: Attempt | None = None
+    """The next attempt, when a migration is prepared."""
     last_token_s: float = 0.0
-    held: EngineSequence | None = None
-    """The prefill worker's sequence, until its KV has been transferred."""
-    receiving: EngineSequence | None = None
-    """The decode worker's sequence, until its KV has arrived."""
-    pulling: EngineSequence | None = None
-    computing: EngineSequence | None = None
-    """The prefill worker's sequence, until its prompt is computed."""
-    moving: EngineSequence | None = None
-    """The sequence on the decode worker to which it migrates, until its KV has arrived."""
-    leaves: SimulatedWorker | None = None
-    source: tuple[SimulatedWorker, tuple[bytes, ...]] = field(init=False)
-    """The worker from which a prefix is pulled, and the keys of the prefix."""
+    interval_s: float = 0.0
+    """Time between two tokens of the latest message."""
 
     @property
     def has_first_token(self) -> bool:
         return self.served.first_token_s < float("inf")
 
-    def book(self, sign: int) -> None:
-        """Record the request on its worker, or on both workers; with sign -1, remove it."""
-        for worker in {self.computes.index: self.computes, self.decodes.index: self.decodes}.values():
-            self.book_on(worker, sign)
+    def interrupted(self, worker: SimulatedWorker, sequence: EngineSequence) -> Source | None:
+        """Return the call of one of the request's sequences if a leaving worker interrupts it; None: it does not.
 
-    def book_on(self, worker: SimulatedWorker, sign: int) -> None:
-        worker.num_requests += sign
-        worker.reserved_tokens += sign * self.served.request.num_prompt_tokens
-
-    def host(self, sequence: EngineSequence) -> SimulatedWorker:
-        """Return the worker whose engine has this one of the request's sequences."""
-        on_computing = sequence in (self.pulling, self.computing, self.held)
-        return self.computes if on_computing else self.decodes
-
-    def concerns(self, worker: SimulatedWorker, sequence: EngineSequence) -> bool:
-        """Return whether the request is on that worker, or waits elsewhere for room before it is computed there."""
-        is_to_come = self.computes is worker and self.computing is None and sequence.status is Status.WAITING
-        return self.host(sequence) is worker or (is_to_come and not self.has_first_token)
-
-    def may_be_withdrawn(self, sequence: EngineSequence) -> bool:
-        """Return whether its room to decode is reserved and no worker has started to compute its prompt."""
-        computing = self.computing
-        return sequence is self.receiving and computing is not None and computing.status is Status.WAITING
+        A prompt in computation is computed, and its KV sent. A decode worker does not wait for a prompt whose
+        computation has not started.
+        """
+        attempt, status = self.attempt, sequence.status
+        decodes = sequence is attempt.decode or attempt.prefills is None
+        if worker is not (attempt.decodes if decodes else attempt.prefills):
+            return None
+        if status is Status.WAITING:
+            return Source.DECODE if decodes else Source.PREFILL
+        if status is Status.RESERVED:
+            prefill = attempt.prefill if decodes else None
+            return Source.DECODE if prefill is not None and prefill.status is Status.WAITING else None
+        return Source.DECODE if decodes and status is Status.RUNNING and self.has_first_token else None
 
 
 def spec_of(request: TraceRequest, decision: RoutingDecision, number: int, waited_s: float) -> SequenceSpec:

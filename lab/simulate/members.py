@@ -49,6 +49,8 @@ class Members:
         decode: int,
         of_prefill: tuple[WorkerShape, CostModel] | None = None,
     ) -> None:
+        self.shape, self.costs = shape, costs
+        """Shape and costs of the decode pool's workers, which are those of transfers, too."""
         prefill_shape, prefill_costs = of_prefill or (shape, costs)
         self._shapes = {Role.PREFILL: prefill_shape, Role.DECODE: shape}
         self._costs = {Role.PREFILL: prefill_costs, Role.DECODE: costs}
@@ -94,6 +96,11 @@ class Members:
         member.state, member.then = WorkerState.DRAINING, then
         self._ready.clear()
 
+    def computes_prompts(self, worker: SimulatedWorker) -> bool:
+        """Return whether the worker is a prefill worker that takes work."""
+        member = self.all[worker.index]
+        return member.state is WorkerState.READY and member.role is Role.PREFILL
+
     def is_leaving(self, worker: SimulatedWorker) -> bool:
         return self.all[worker.index].state is WorkerState.DRAINING
 
@@ -107,7 +114,7 @@ class Members:
     def try_to_leave(self, worker: SimulatedWorker, now: float) -> bool:
         """Return whether all of its work is gone; it then takes its new role, or stops."""
         member = self.all[worker.index]
-        if worker.num_requests or member.num_awaited or not worker.engine.is_idle:
+        if member.num_awaited or not worker.engine.is_idle:
             return False
         if member.then is None:
             member.state, member.stopped_s = WorkerState.DEAD, now
@@ -127,28 +134,31 @@ class Members:
         for role in Role:
             desired = sum(m.then is role if m.state is WorkerState.DRAINING else m.role is role for m in living)
             pools[role.value] = PoolStatus(desired, len(self.ready(role)))
-        workers = tuple(
-            Worker(
-                WorkerInfo(
-                    id=str(m.worker.index),
-                    role=m.role,
-                    address="",
-                    pid=0,
-                    node="",
-                    epoch=0,
-                    content_id="",
-                    wire_compat="",
-                    block_size=self._shapes[m.role].block_tokens,
-                    max_model_len=self._shapes[m.role].num_blocks * self._shapes[m.role].block_tokens,
-                    chunk_tokens=self._shapes[m.role].max_num_batched_tokens,
-                ),
-                m.worker.load(now, m.state),
-            )
-            for m in living
-        )
+        workers = tuple(self._described(member, now) for member in living)
         return ClusterStatus(
             pools=pools, workers=workers, routers=(router,), redis_address="", redis_ok=True, models=()
         )
+
+    def described(self, worker: SimulatedWorker, now: float) -> Worker:
+        """Return a worker as its lease would describe it."""
+        return self._described(self.all[worker.index], now)
+
+    def _described(self, member: SimulatedMember, now: float) -> Worker:
+        shape = self._shapes[member.role]
+        info = WorkerInfo(
+            id=str(member.worker.index),
+            role=member.role,
+            address="",
+            pid=0,
+            node="",
+            epoch=0,
+            content_id="",
+            wire_compat="",
+            block_size=shape.block_tokens,
+            max_model_len=shape.num_blocks * shape.block_tokens,
+            chunk_tokens=shape.max_num_batched_tokens,
+        )
+        return Worker(info, member.worker.load(now, member.state))
 
     def _costs_of(self, role: Role) -> CostModel:
         return self._costs[role].of_prefill() if role is Role.PREFILL else self._costs[role]

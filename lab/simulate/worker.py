@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from baton.cluster import Computes, WorkerLoad, WorkerState
-from baton.messages import Adapter, SequenceSpec
+from baton.kv_layout import KvLayout
+from baton.messages import Adapter, FirstToken, NewTokens, SequenceSpec, Ticket
 from baton.sampling import SamplingParams
 from baton.scores import Sampled
 from engine.core.block_pool import Stored
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from lab.traces.trace import TraceRequest
 
 KEY_BYTES = 16
+NO_LAYOUT = KvLayout(0, 1, ())
+"""Layout of a cache without tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,29 +167,13 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksReserved:
-    """A sequence that receives KV has its blocks; its first `num_cached_tokens` tokens are already in them."""
+class Message:
+    """A worker's message to the router: a ticket, the first token of a prompt whose blocks are held, or tokens."""
 
     sequence: Sequence
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class PromptComputed:
-    """A prefill worker has a prompt's first token; the blocks are held."""
-
-    sequence: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The next tokens of a sequence."""
-
-    sequence: Sequence
-    num_tokens: int
-    interval_s: float
-    """Time between two of them, and from the one before."""
-    finished: bool
+    event: Ticket | FirstToken | NewTokens
+    interval_s: float = 0.0
+    """Time between two of the tokens, and from the one before."""
 
 
 class SimulatedWorker:
@@ -256,23 +243,23 @@ class SimulatedWorker:
         self.engine.end(sequence)
         self._publish()
 
-    def finish(self, now: float) -> list[Tokens | PromptComputed]:
-        """End the step that is due, if any, and return its results."""
+    def finish(self, now: float) -> list[Message]:
+        """End the step that is due, if any, and return its tokens."""
         if (step := self._step) is None:
             return []
         assert now >= step.ends_s - 1e-9
         self._step = None
         return self._finish(step, now)
 
-    def begin(self, now: float) -> list[BlocksReserved]:
-        """Start the next step, if there is work. Return the sequences that got blocks to receive KV."""
+    def begin(self, now: float) -> list[Message]:
+        """Start the next step, if there is work. Return tickets for the sequences that got blocks to receive KV."""
         assert self._step is None, "one step at a time"
         step, outputs = self.engine.schedule(now)
         self._publish()
         if step:
             self._step = self._begin(step, now)
         sequences = self.engine.sequences
-        return [BlocksReserved(sequences[o.sequence_key], o.num_cached_tokens) for o in outputs if type(o) is Reserved]
+        return [self._ticket(sequences[output.sequence_key], output) for output in outputs if type(output) is Reserved]
 
     def load(self, now: float, state: WorkerState) -> WorkerLoad:
         """Return the load that the worker would report."""
@@ -330,19 +317,36 @@ class SimulatedWorker:
         self.engine.learn(size, step_s)
         return _Step(input=step, sequences=sequences, began_s=now, step_s=step_s, num_steps=leap)
 
-    def _finish(self, step: _Step, now: float) -> list[Tokens | PromptComputed]:
+    def _ticket(self, sequence: Sequence, reserved: Reserved) -> Message:
+        ticket = Ticket(
+            transfer_id=sequence.sequence_id,
+            generation=0,
+            decode_worker_id=str(self.index),
+            incarnation="",
+            kv_address="",
+            num_tokens=reserved.num_tokens,
+            skip_tokens=reserved.num_cached_tokens,
+            wire_compat="",
+            layout=NO_LAYOUT,
+            begins=reserved.begins,
+        )
+        return Message(sequence, ticket)
+
+    def _finish(self, step: _Step, now: float) -> list[Message]:
         self.busy_s += step.num_steps * step.step_s
         self._stepped_tokens += step.num_steps * step.num_tokens
-        happened: list[Tokens | PromptComputed] = []
+        messages: list[Message] = []
         for output in self.engine.commit(step.input, self._executed(step), now):
             assert isinstance(output, Generated)
-            sequence, finished = step.sequences[output.sequence_key], output.finish_reason is not None
+            sequence, reason, report = step.sequences[output.sequence_key], output.finish_reason, output.report
             if sequence.purpose is Purpose.PREFILL:
-                happened.append(PromptComputed(sequence))
+                assert report is not None
+                messages.append(Message(sequence, FirstToken(output.token_ids[0], reason, report)))
             else:
-                happened.append(Tokens(sequence, step.num_steps, step.step_s, finished))
+                new = NewTokens(token_ids=output.token_ids, finish_reason=reason, report=report)
+                messages.append(Message(sequence, new, step.step_s))
         self._publish()
-        return happened
+        return messages
 
     def _publish(self) -> None:
         """Pass the changes of the cache on to the mirror."""

@@ -144,7 +144,7 @@ def test_prompts_that_wait_are_placed_again_and_their_deadlines_stay(monkeypatch
         deadlines.append(world.now + spec.ttft_s - asked.arrival_s)
         return spec
 
-    monkeypatch.setattr("lab.simulate.world.spec_of", spied)
+    monkeypatch.setattr("lab.simulate.driver.spec_of", spied)
     served = world.run()
     assert ("withdrawn", requests.requests[2], 7.0) in placer.told
     assert len(deadlines) == 6
