@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from baton.cluster import Role
 from baton.errors import WorkerDraining
-from baton.messages import FirstToken, Migrate, NewTokens, PrefillReport, Ticket, Transferred
+from baton.messages import Fetched, FirstToken, Migrate, NewTokens, PrefillReport, Ticket, Transferred
 from engine.core.sequence import Purpose, Status
 from lab.simulate.flight import Attempt, Flight, Served, spec_of
 from lab.simulate.views import PoolViews
@@ -36,7 +36,8 @@ from router.serve.machine import (
     Instruction,
     KeepOldCall,
     LeaveCalls,
-    MoveReady,
+    Leaves,
+    NotePull,
     NoteTransfer,
     OpenDecode,
     OpenPrefill,
@@ -63,6 +64,8 @@ KV_ARRIVED = NewTokens(token_ids=(), finish_reason=None)
 """The first message of a decode worker when the KV has arrived."""
 NOTHING_COMPUTED = FirstToken(token_id=None, finish_reason=None, report=PrefillReport())
 """The answer of a leaving worker to the prefill call of a migration: the KV that it has is sent."""
+PULLED_NOTHING = Fetched(num_tokens=0)
+"""The answer of the next worker of a migration: the leaving worker sends all of the KV."""
 TRANSFERRED = Transferred(num_bytes=0, num_chunks=0, transfer_s=0.0, exposed_s=0.0)
 
 
@@ -139,7 +142,7 @@ class Driver:
         """Return the next event if it comes at once."""
         match then:
             case Await(sources):
-                return MoveReady() if Source.MIGRATION in sources else None
+                return PULLED_NOTHING if Source.MIGRATION in sources else None
             case FindPlace(is_move):
                 return self._place(flight, is_move)
             case End():
@@ -165,7 +168,7 @@ class Driver:
                 self._keep_old_call(flight)
             case WorkerLeaves():
                 self._worker_leaves(flight)
-            case HasKv() | NoteTransfer() | GoBack():
+            case HasKv() | NoteTransfer() | NotePull() | Leaves() | GoBack():
                 pass  # the simulator records no transfers, and a request has one choice, which is no search
             case _:
                 raise AssertionError(f"no simulated worker fails: {instruction}")

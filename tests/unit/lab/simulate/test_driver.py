@@ -205,8 +205,8 @@ STORIES = {
         3.00 first 20 -> transferring: computed, emit 20; await decode prefill
         3.25 tokens -> decoding: has kv; await decode prefill
         3.25 transferred -> decoding: note transfer; await decode
-        3.25 migrate -> decoding: prepare move; await decode migration
-        3.25 moveready -> placing: keep old call, leave calls, go back; take the next worker
+        3.25 migrate -> decoding: leaves, prepare move; await decode migration
+        3.25 fetched -> placing: note pull, keep old call, leave calls, go back; take the next worker
         3.25 placed 1 2 -> reserving: open decode for kv; await decode
         3.25 ticket -> prefilling: open prefill; await prefill decode
         3.25 first none -> transferring: computed; await decode prefill
@@ -220,8 +220,8 @@ STORIES = {
         0.00 begun -> placing: find place
         0.00 placed 0 -> computing: open decode; await decode
         7.00 tokens 40 -> decoding: has kv, computed, emit 40; await decode
-        7.00 migrate -> decoding: prepare move; await decode migration
-        7.00 moveready -> placing: keep old call, leave calls, go back; take the next worker
+        7.00 migrate -> decoding: leaves, prepare move; await decode migration
+        7.00 fetched -> placing: note pull, keep old call, leave calls, go back; take the next worker
         7.00 placed 0 1 -> reserving: open decode for kv; await decode
         7.00 ticket -> prefilling: open prefill; await prefill decode
         7.00 first none -> transferring: computed; await decode prefill
@@ -249,8 +249,8 @@ STORIES = {
         0.00 placed 0 -> computing: open decode; await decode
         3.00 tokens 20 -> decoding: has kv, computed, emit 20; await decode
         6.30 tokens 21 22 23 -> decoding: emit 21 22 23; await decode
-        6.30 migrate -> decoding: prepare move; await decode migration
-        6.30 moveready -> placing: keep old call, leave calls, go back; take the next worker
+        6.30 migrate -> decoding: leaves, prepare move; await decode migration
+        6.30 fetched -> placing: note pull, keep old call, leave calls, go back; take the next worker
         6.30 placed 0 1 -> reserving: open decode for kv; await decode
         6.30 ticket -> prefilling: open prefill; await prefill decode
         6.30 first none -> transferring: computed; await decode prefill
@@ -265,8 +265,8 @@ STORIES = {
         10.10 tokens 40 -> decoding: has kv, computed, emit 40; await decode
         18.50 tokens 41 42 43 44 45 46 47 -> decoding: emit 41 42 43 44 45 46 47; await decode
         19.70 tokens 48 -> decoding: emit 48; await decode
-        25.20 migrate -> decoding: prepare move; await decode migration
-        25.20 moveready -> placing: keep old call, leave calls, go back; take the next worker
+        25.20 migrate -> decoding: leaves, prepare move; await decode migration
+        25.20 fetched -> placing: note pull, keep old call, leave calls, go back; take the next worker
         25.20 placed 1 -> computing: open decode; await decode
         65.60 tokens 49 -> decoding: has kv, computed, emit 49; await decode
         67.80 tokens 50 51 -> ended: emit 50 51., leave calls; end
@@ -278,8 +278,8 @@ STORIES = {
         14.30 tokens 40 -> decoding: has kv, computed, emit 40; await decode
         20.30 tokens 41 42 43 44 45 -> decoding: emit 41 42 43 44 45; await decode
         23.90 tokens 46 47 48 -> decoding: emit 46 47 48; await decode
-        25.00 migrate -> decoding: prepare move; await decode migration
-        25.00 moveready -> placing: keep old call, leave calls, go back; take the next worker
+        25.00 migrate -> decoding: leaves, prepare move; await decode migration
+        25.00 fetched -> placing: note pull, keep old call, leave calls, go back; take the next worker
         25.00 placed 2 -> computing: open decode; await decode
         30.20 migrate -> placing: leave calls, the decode worker leaves; find place
         30.20 placed 1 -> computing: open decode; await decode
