@@ -226,6 +226,10 @@ class PoolView:
         """Call back once, at the next `update`."""
         self._waiting.add(wake)
 
+    def forget(self, wake: Callable[[], object]) -> None:
+        """Do not call back; idempotent."""
+        self._waiting.discard(wake)
+
     async def wait_for_change(self, timeout_s: float) -> None:
         """Return after the next `update`, or after the timeout."""
         flag = Flag()
@@ -235,7 +239,7 @@ class PoolView:
                 async with asyncio.timeout(timeout_s):
                     await flag.wait()
         finally:
-            self._waiting.discard(flag.set)
+            self.forget(flag.set)
 
     def get(self, worker_id: str) -> Worker:
         """Return the worker with this id.

@@ -265,6 +265,8 @@ class Run:
         """Encoded images for the worker that computes the prompt."""
         self.began_s = 0.0
         """Start of the attempt: the router began to look for workers."""
+        self.held_s = 0.0
+        """Time in which the choice took no events because the client did not take the tokens of others."""
         self.reset()
 
     def reset(self) -> None:
@@ -302,6 +304,11 @@ class Run:
     def wakes_at_s(self) -> float:
         """Time at which it has an event even if none arrives; infinite: never."""
         return min(self.time_up_s, self.place_by_s, self.first_token_by_s)
+
+    def extend(self, held_s: float) -> None:
+        """Extend the deadline of the first token: the workers are not to blame for a slow client."""
+        self.held_s += held_s
+        self.first_token_by_s += held_s
 
     def preempt(self) -> None:
         """End the wait for the first token."""

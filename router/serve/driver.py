@@ -153,17 +153,24 @@ class ChoiceDriver:
                         self._advance(runs, group, answers)
                 except BatonError as error:
                     failure = error
-                for answer in answers:  # also before a failure: they came first
-                    yield answer
+                passed_on_s = time.monotonic()
+                for choice, tokens in answers:  # also before a failure: they came first
+                    if not choice.is_answered:  # a step may emit twice, and the first tokens may have ended the answer
+                        yield choice, tokens
                 if failure is not None:
                     raise failure
                 runs = [run for run in runs if not isinstance(run.then, End)]
                 if runs and not answers and not is_short:
                     await self._wait(runs, arrived)
+                elif not is_short:
+                    held_s = time.monotonic() - passed_on_s
+                    for run in runs:
+                        run.extend(held_s)
         finally:
             for run in runs:
                 run.count_unread()
                 self._leave_calls(run)
+                self._look_no_more(run)
 
     def _advance(self, runs: Sequence[Run], group: ChoiceGroup, answers: list[tuple[Choice, NewTokens]]) -> None:
         """Handle events until there are none. While the client has not got its tokens, a choice takes no further ones.
@@ -184,7 +191,7 @@ class ChoiceDriver:
                     held.add(run)
 
     def _step(self, run: Run, event: Event, group: ChoiceGroup, answers: list[tuple[Choice, NewTokens]]) -> None:
-        """Let the machine handle an event, and carry out its instructions. Raises the error that ends the choice."""
+        """Let the machine handle an event, and carry out its instructions."""
         choice = run.choice
         instructions, then = choice.machine.on(event)
         for instruction in instructions:
@@ -194,8 +201,6 @@ class ChoiceDriver:
                 self._do(instruction, run)
         run.then, run.time_up_s = then, math.inf
         match then:
-            case GiveUp(error):
-                raise error
             case End():
                 choice.has_begun = True  # followers wait for this, also if no worker has begun to decode it
             case Await(_, timeout_s) if timeout_s is not None:
@@ -207,7 +212,10 @@ class ChoiceDriver:
         return Run(choice, expected, arrived)
 
     def _next(self, run: Run, group: ChoiceGroup) -> Event | None:
-        """Return the next event of a choice; None: it has none yet. Raises the errors of `_place`."""
+        """Return the next event of a choice; None: it has none yet.
+
+        Raises the error that ends the choice, unless tokens that came with it have completed the answer.
+        """
         choice = run.choice
         if choice.is_answered:
             run.count_unread()
@@ -221,6 +229,8 @@ class ChoiceDriver:
                 return self._time_up(run)
             case FindPlace(is_move):
                 return self._place(run, run.moves_to if is_move else None)
+            case GiveUp(error):
+                raise error
         return Begun(
             max_attempts=self._config.max_attempts,
             num_beams=len(group.choices) if group.is_search else 0,
@@ -335,7 +345,7 @@ class ChoiceDriver:
         self._waiting[entry] = run
         timeout_s = self._first_token_timeout_s(run)
         if not (choice.emitted or choice.has_begun):
-            run.first_token_by_s = choice.claim.arrived_s + timeout_s
+            run.first_token_by_s = choice.claim.arrived_s + timeout_s + run.held_s
         late_s = LONG_S + (0.0 if await_kv else job.compute_s)
         run.waits_for_room = asyncio.get_running_loop().call_later(late_s, self._waits_long.add, entry)
 
@@ -526,8 +536,10 @@ class ChoiceDriver:
         if run.place_by_s == math.inf:
             self._start_attempt(run, is_move=prepared is not None)
         now_s = time.monotonic()
-        if run.waits_for_change and now_s < run.place_by_s:
-            return None
+        if run.waits_for_change:
+            if now_s < run.place_by_s:
+                return None
+            self._look_no_more(run)
         choice, assignment, is_admitted = run.choice, prepared, bool(run.choice.emitted)
         if assignment is None and choice.leader is not None and run.spec.attempt == 0:
             assignment = self._selector.beside(choice, run.spec, run.prompt, choice.leader)
@@ -542,13 +554,19 @@ class ChoiceDriver:
             run.waits_for_change = True
             self._pools.on_change(run.look_again)
             return None
-        run.place_by_s, run.waits_for_change, run.moves_to = math.inf, False, None
+        run.place_by_s, run.moves_to = math.inf, None
         self._assign(run, assignment, is_move=prepared is not None, is_admitted=is_admitted)
         return Placed(assignment.placement)
 
+    def _look_no_more(self, run: Run) -> None:
+        """Record that the choice no longer waits for a change of the pools; idempotent."""
+        if run.waits_for_change:
+            run.waits_for_change = False
+            self._pools.forget(run.look_again)
+
     def _start_attempt(self, run: Run, *, is_move: bool) -> None:
         choice, now_s = run.choice, time.monotonic()
-        run.spec, run.began_s = choice.next_spec(now_s, run.num_expected_tokens), now_s
+        run.spec, run.began_s = choice.next_spec(now_s - run.held_s, run.num_expected_tokens), now_s
         run.place_by_s = now_s + self._config.worker_wait_s
         prompt = run.prompt = self._selector.prompt(run.spec)
         choice.block_keys = choice.block_keys or prompt.block_keys

@@ -154,20 +154,26 @@ class Bench:
 
 @contextlib.asynccontextmanager
 async def bench_of(
-    workers: ScriptedWorkers, roles: Mapping[str, Role], mode: str, held: Mapping[str, int] | None = None
+    workers: ScriptedWorkers,
+    roles: Mapping[str, Role],
+    mode: str,
+    held: Mapping[str, int] | None = None,
+    *,
+    max_attempts: int = 4,
 ) -> AsyncIterator[Bench]:
     """A bench of these workers, for 20 s at most.
 
     Args:
         roles: by the worker's id.
         held: leading blocks of any prompt that a worker is believed to hold.
+        max_attempts: consecutive failures after which a choice is given up.
     """
     rpc = RpcServer(("baton.v1.WorkerCalls",))
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(workers.servicer, rpc.server)
     address = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
     await rpc.start()
     calls = WorkerClient()
-    bench = Bench(address, held or {}, RouterConfig(mode=mode, worker_wait_s=1), calls)
+    bench = Bench(address, held or {}, RouterConfig(mode=mode, worker_wait_s=1, max_attempts=max_attempts), calls)
     try:
         async with asyncio.timeout(20):
             for worker_id, role in roles.items():

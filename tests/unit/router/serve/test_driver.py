@@ -957,6 +957,52 @@ async def test_leaving_a_kv_transfer_leaves_no_task_behind(has_first_token: bool
         await workers.servicer.wait_until_idle()
 
 
+@pytest.mark.parametrize("later", [NewTokens(token_ids=(7,), finish_reason=None), TransferCancelled("not needed")])
+async def test_a_choice_that_its_first_token_answers_gets_nothing_that_had_come_before_it(
+    later: NewTokens | BatonError,
+) -> None:
+    """The decode worker's message waits for the first token, and both belong to one step of the machine."""
+    is_computed = asyncio.Event()
+    first = FirstToken(token_id=4, finish_reason=None, report=PrefillReport())
+    workers = ScriptedWorkers(decode=[[ticket, later]], prefill=[[is_computed, first]])
+    async with bench_of(workers, PAIR, "disaggregated", max_attempts=1) as bench:
+        asyncio.get_running_loop().call_later(0.2, is_computed.set)
+        came = []
+        async for choice, message in bench.driver.run(group_of(1)):
+            came.append(message.token_ids)
+            choice.is_answered = True
+    assert came == [(4,)]
+
+
+async def test_a_client_that_reads_slowly_costs_the_other_choices_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = ScriptedWorkers(decode=[[*answers(1), LAST], [*answers(3), LAST]])
+    async with bench_of(workers, {"d": Role.DECODE}, "aggregated") as bench:
+        set_clock(monkeypatch, bench)
+        group, came = group_of(2), list[int]()
+        for choice in group.choices:
+            objective = replace(NO_OBJECTIVE, ttft_s=2.0)
+            choice.claim = replace(CLAIM, objective=objective, arrived_s=time.monotonic())
+        async for _, message in bench.driver.run(group):
+            if not came:
+                bench.clock.ahead_s += 100.0
+            came += message.token_ids
+    assert sorted(came) == [1, 3, 5, 5]
+    assert min(request.sequence.ttft_s for request in workers.requests) > 1.0
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+async def test_a_choice_for_which_no_worker_came_leaves_nothing_in_the_pools(is_left: bool) -> None:
+    async with bench_of(ScriptedWorkers(), {"p": Role.PREFILL}, "aggregated") as bench:
+        waiting = asyncio.ensure_future(anext(aiter(bench.driver.run(group_of(2)))))
+        await until(lambda: bool(bench.pools._waiting))
+        if is_left:
+            await cancel_and_wait((waiting,))
+        else:
+            with pytest.raises(NoWorker):
+                await waiting
+        assert not bench.pools._waiting
+
+
 async def test_the_refusal_of_one_choice_ends_all() -> None:
     workers = ScriptedWorkers(decode=[answers(1), [InvalidRequest("not this one")]])
     async with bench_of(workers, TWO, "aggregated") as bench:
