@@ -301,6 +301,14 @@ class Run:
         return self.then is AWAIT_DECODE and self.is_begun and not self.choice.is_answered
 
     @property
+    def is_silent(self) -> bool:
+        """True if the only message that it awaits has not come, as nearly always for most of many choices.
+
+        What happens to the other choices does not change that, and it has no time limit.
+        """
+        return self.awaits_tokens_alone and self.decode is not None and not self.decode.has_message
+
+    @property
     def wakes_at_s(self) -> float:
         """Time at which it has an event even if none arrives; infinite: never."""
         return min(self.time_up_s, self.place_by_s, self.first_token_by_s)

@@ -146,11 +146,12 @@ class ChoiceDriver:
                 answers: list[tuple[Choice, NewTokens]] = []
                 failure: BatonError | None = None
                 is_short = len(runs) == 1 and runs[0].awaits_tokens_alone
+                active = [run for run in runs if not run.is_silent]
                 try:
                     if is_short:
                         self._step(runs[0], await runs[0].next_tokens(), group, answers)
                     else:
-                        self._advance(runs, group, answers)
+                        self._advance(active, group, answers)
                 except BatonError as error:
                     failure = error
                 passed_on_s = time.monotonic()
@@ -161,10 +162,10 @@ class ChoiceDriver:
                     raise failure
                 runs = [run for run in runs if not isinstance(run.then, End)]
                 if runs and not answers and not is_short:
-                    await self._wait(runs, arrived)
+                    await self._wait(active, arrived)
                 elif not is_short:
                     held_s = time.monotonic() - passed_on_s
-                    for run in runs:
+                    for run in active:
                         run.extend(held_s)
         finally:
             for run in runs:
@@ -248,8 +249,12 @@ class ChoiceDriver:
 
     @staticmethod
     async def _wait(runs: Sequence[Run], arrived: Flag) -> None:
-        """Wait until a choice may have an event."""
-        wakes_at_s = min(run.wakes_at_s for run in runs)
+        """Wait until a choice may have an event.
+
+        Args:
+            runs: those that have a time limit, and possibly others.
+        """
+        wakes_at_s = min((run.wakes_at_s for run in runs), default=math.inf)
         if wakes_at_s == math.inf:
             await arrived.wait()
             return

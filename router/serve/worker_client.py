@@ -102,6 +102,11 @@ class WorkerStream(Generic[E]):
         return event
 
     @property
+    def has_message(self) -> bool:
+        """True if `take` returns a response, or raises."""
+        return bool(self._events) or self._failure is not None
+
+    @property
     def num_unread(self) -> int:
         """Number of computed tokens that are buffered unread."""
         return sum(num_computed(event) for event in self._events if isinstance(event, NewTokens))
