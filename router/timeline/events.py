@@ -210,6 +210,11 @@ class _Log(Generic[E]):
             del self.events[MOST_EVENTS // 2]
             self.num_left_out += 1
 
+    @property
+    def gap(self) -> int | None:
+        """Index of the first event behind the dropped ones; None: none was dropped."""
+        return MOST_EVENTS // 2 if self.num_left_out else None
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChoiceTimeline(_Log[ChoiceEvent]):

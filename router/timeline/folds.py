@@ -93,8 +93,10 @@ def choice_phases(choice: ChoiceTimeline, now_s: float) -> list[StagePhase]:
     """
     noted: list[StagePhase] = []
     began_s = asked_s = lost_s = first_token_s = second_token_s = 0.0
-    is_migration = False
-    for event in choice.events:
+    is_migration, gap = False, choice.gap
+    for index, event in enumerate(choice.events):
+        if index == gap:  # the end of what was in progress may be among the dropped events
+            asked_s = lost_s = first_token_s = second_token_s = 0.0
         match event:
             case Attempted(at_s, _, last_token_s):
                 if last_token_s:

@@ -62,6 +62,26 @@ class Written:
         return choice_phases(self.choice, now_s)
 
 
+@pytest.mark.parametrize("num_before", range(7))
+def test_a_stage_whose_end_is_dropped_does_not_last_until_the_next_one(num_before: int) -> None:
+    """Whichever event is the last one before those that are dropped."""
+    log = Written()
+    for _ in range(num_before):
+        log.choice.add(Migrated(10.0, 0, "d"))
+    for at_s in range(10, 4010, 100):
+        log.attempt(at_s)
+        log.asks_for_room(at_s)
+        log.has_room(at_s + 0.5)
+        log.computed(at_s + 1.0, 0.25)
+        log.choice.last_token_s = at_s + 99.0
+        log.decodes(at_s + 1.0)
+        log.transferred(at_s + 1.0, 0.0)
+    assert log.choice.num_left_out
+    stages = Stages.of(phases(10.0, 11.0, 4010.0, log.until(4010.0)), 11.0)
+    assert 0 < stages.recovery_s < 39 * 2.0
+    assert stages.total_s == pytest.approx(4000.0)
+
+
 def served() -> Written:
     """Placed at 11, a ticket at 13, first token at 20, second at 21, on the last of which the KV transfer took 0.5
     s."""
