@@ -593,7 +593,8 @@ class ChoiceDriver:
             is_first, waited_s = spec.attempt == 0, now_s - run.began_s
             prediction = self._predicted(entry, placement) if is_first else placement.prediction
             expected = spec.num_expected_tokens
-            choice.timeline.add(happened.Placed(now_s, spec.attempt, waited_s, placement, prediction, expected))
+            noted = placement if is_first else replace(placement, considered=())  # only the first one is explained
+            choice.timeline.add(happened.Placed(now_s, spec.attempt, waited_s, noted, prediction, expected))
             if is_first and not is_admitted:
                 self._admit(choice, entry, prediction)
         self._instruments.placements.add(

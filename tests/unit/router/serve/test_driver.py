@@ -55,6 +55,7 @@ from router.serve.choice import ChoiceGroup
 from router.serve.driver import ChoiceDriver
 from router.serve.machine import Instruction, KeepOldCall
 from router.serve.worker_client import WorkerCallError, WorkerClient, WorkerStream
+from router.timeline.events import Placed
 from router.timeline.folds import Stage, choice_phases
 from tests.support.builders import READY
 from tests.support.waiting import until
@@ -708,6 +709,16 @@ async def test_what_is_computed_for_a_choice_counts_once_however_many_workers_di
         choice = new_choice()
         assert await collected(bench.tokens(choice)) == [1, 2, 3, 5]
     assert choice.timeline.num_computed == 4
+
+
+async def test_the_candidates_of_the_first_placement_alone_are_kept() -> None:
+    """Those of a large pool take tens of KiB, and a long answer may outlive many workers."""
+    workers = ScriptedWorkers(decode=[[*answers(1), GONE], [*answers(2), GONE], [LAST]])
+    async with bench_of(workers, {"d": Role.DECODE, "e": Role.DECODE, "f": Role.DECODE}, "aggregated") as bench:
+        choice = new_choice()
+        assert await collected(bench.tokens(choice)) == [1, 2, 5]
+    placed = [event for event in choice.timeline.events if isinstance(event, Placed)]
+    assert [len(event.placement.considered) for event in placed] == [3, 0, 0]
 
 
 async def test_what_was_computed_and_not_read_counts_for_a_choice_that_is_left() -> None:
