@@ -105,6 +105,7 @@ class Recording:
         logs.about(self._span.get_span_context())
         self._continuous_usage = request.continuous_usage
         self._digest = b""
+        self._is_resumption = False
         self._usage_call: UsageCall | None = None
         """This call in the usage log; None: no token was sent yet, or there is no log."""
         self._num_unfinished = 0
@@ -128,6 +129,7 @@ class Recording:
             digest: digest of everything that determines the answer.
         """
         timeline, self._digest = self.timeline, digest
+        self._is_resumption = bool(resume_from)  # even if the client says that it has no tokens
         timeline.drawn, timeline.choices = choices, choices[: params.n]
         timeline.num_choices = self._num_unfinished = len(timeline.choices)
         timeline.num_prompt_tokens = num_prompt_tokens
@@ -179,7 +181,7 @@ class Recording:
         timeline.first_token_s = now_s
         timeline.add(FirstTokenSent(now_s))
         if book is not None and book.is_kept:
-            self._usage_call = book.placed(self._key, self._digest, timeline.num_delivered > 0)
+            self._usage_call = book.placed(self._key, self._digest, self._is_resumption)
         return chunk if self.charge.quota is None else replace(chunk, quota=self.charge.quota)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -13,10 +14,14 @@ from baton.api import GenerateChunk, GenerateRequest, TokenIds
 from baton.errors import InvalidRequest, WorkerFailed
 from baton.messages import NewTokens
 from baton.sampling import FinishReason
+from baton.telemetry.instruments import Instruments
 from router.admission.account import LedgerEntry
 from router.admission.tenants import Tenant
 from router.prompt import Tokenizer
 from router.serve.choice import Choice, ChoiceGroup
+from router.timeline.usage_log import UsageBook, UsageFile
+from router.timeline.usage_marks import MemoryMarks
+from tests.support.builders import cluster_status
 from tests.unit.router.test_service import OneToken, Router
 
 ACME = Tenant(id="acme", tokens_per_day=10**6)
@@ -102,6 +107,17 @@ async def test_every_choice_is_charged(router: Router) -> None:
     chunks = await read(router, asked(sampling={"n": 3}))
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == await charged(router) == 24
+
+
+async def test_a_client_that_comes_back_with_no_token_has_one_usage_record(router: Router, tmp_path: Path) -> None:
+    log = tmp_path / "usage.jsonl"
+    book = UsageBook(UsageFile(str(log)), MemoryMarks(), Instruments(cluster_status))
+    router.service.requests.usage_book = book
+    await read(router, asked(request_id="again"), most=3)
+    await read(router, asked(request_id="again", resume_from={0: 0}))
+    await book.close()
+    (record,) = map(json.loads, log.read_text().splitlines())
+    assert (record["completion_tokens"], record["is_resumption"]) == (8, True)
 
 
 async def test_what_a_client_claims_to_have_and_nobody_has_recorded_is_charged(router: Router) -> None:
