@@ -172,6 +172,8 @@ class ChoiceDriver:
                 run.count_unread()
                 self._leave_calls(run)
                 self._look_no_more(run)
+                if run.moves_to is not None:  # between two attempts, this call belongs to none of them
+                    run.moves_to.leave_old_call()
 
     def _advance(self, runs: Sequence[Run], group: ChoiceGroup, answers: list[tuple[Choice, NewTokens]]) -> None:
         """Handle events until there are none. While the client has not got its tokens, a choice takes no further ones.

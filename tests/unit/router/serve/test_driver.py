@@ -1212,6 +1212,28 @@ async def test_a_client_that_leaves_in_the_middle_of_a_move_leaves_nothing_runni
         await workers.servicer.wait_until_idle()
 
 
+async def test_a_worker_that_leaves_is_rid_of_a_choice_when_another_one_fails_at_that_moment() -> None:
+    """The next worker has pulled the KV, and the request ends before it gets the choice."""
+    goes_on, ends = asyncio.Event(), asyncio.Event()
+    workers = ScriptedWorkers(
+        decode=[[*answers(1), goes_on, *answers(9), ends, InvalidRequest("no")], [*answers(2), Migrate()]],
+        fetch=[[ends, Fetched(NUM_PROMPT)]],
+    )
+    async with bench_of(workers, {"d": Role.DECODE, "e": Role.DECODE}, "aggregated") as bench:
+        messages = bench.driver.run(group_of(2))
+        assert [(await anext(messages))[1].token_ids for _ in range(2)] == [(1,), (2,)]
+        waiting = asyncio.ensure_future(anext(messages))
+        await until(lambda: FetchRequest in workers.kinds)
+        goes_on.set()
+        assert (await waiting)[1].token_ids == (9,)
+        ends.set()
+        await until(lambda: workers.servicer.num_running == 2)  # a call that has pulled waits to be left
+        await asyncio.sleep(0.1)  # until the router has both messages
+        with pytest.raises(InvalidRequest):
+            await anext(messages)
+        await workers.servicer.wait_until_idle()
+
+
 async def test_a_worker_that_leaves_is_rid_of_a_choice_whose_next_worker_fails() -> None:
     """The move has begun, and the old call would go on beside whatever is tried next."""
     ends = asyncio.Event()
