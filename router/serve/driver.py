@@ -354,7 +354,7 @@ class ChoiceDriver:
         if not (choice.emitted or choice.has_begun):
             run.first_token_by_s = choice.claim.arrived_s + timeout_s + run.held_s
         late_s = LONG_S + (0.0 if await_kv else job.compute_s)
-        run.waits_for_room = asyncio.get_running_loop().call_later(late_s, self._waits_long.add, entry)
+        run.waits_for_room = asyncio.get_running_loop().call_later(late_s, self._lacks_room, run)
 
     def _open_prefill(self, run: Run, ticket: Ticket) -> None:
         assignment = run.assignment
@@ -390,6 +390,11 @@ class ChoiceDriver:
         self._has_room(run)
         self._waits_no_more(run)
         run.reset()
+
+    def _lacks_room(self, run: Run) -> None:
+        """Record that the decode worker has not answered for long, unless its answer waits for a slow client."""
+        if run.decode is not None and not run.decode.has_message:
+            self._waits_long.add(run.entry)
 
     def _has_room(self, run: Run) -> None:
         """Record that the decode worker has answered."""

@@ -1001,6 +1001,18 @@ async def test_a_client_that_reads_slowly_costs_the_other_choices_no_time(monkey
     assert min(request.sequence.ttft_s for request in workers.requests) > 1.0
 
 
+async def test_a_client_that_reads_slowly_does_not_make_the_router_crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "LONG_S", 0.2)
+    workers = ScriptedWorkers(decode=[answers(1), answers(3)])
+    async with bench_of(workers, {"d": Role.DECODE}, "aggregated") as bench:
+        messages = bench.driver.run(group_of(2))
+        await anext(messages)
+        await asyncio.sleep(0.4)
+        assert len(workers.requests) == 2, "the other choice has its tokens"
+        assert not bench.driver.is_crowded
+        await messages.aclose()
+
+
 @pytest.mark.parametrize("is_left", [True, False])
 async def test_a_choice_for_which_no_worker_came_leaves_nothing_in_the_pools(is_left: bool) -> None:
     async with bench_of(ScriptedWorkers(), {"p": Role.PREFILL}, "aggregated") as bench:
