@@ -985,9 +985,17 @@ async def test_a_choice_that_its_first_token_answers_gets_nothing_that_had_come_
     assert came == [(4,)]
 
 
-async def test_a_client_that_reads_slowly_costs_the_other_choices_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_placed", [True, False])
+async def test_a_client_that_reads_slowly_costs_the_other_choices_no_time(
+    is_placed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one that is placed while the client does not read nor one that is placed later."""
+    arrives = asyncio.Event()
     workers = ScriptedWorkers(decode=[[*answers(1), LAST], [*answers(3), LAST]])
-    async with bench_of(workers, {"d": Role.DECODE}, "aggregated") as bench:
+    if not is_placed:
+        workers = ScriptedWorkers(decode=[[ticket, arrives, LAST], [*answers(3), LAST]], prefill=[computes()])
+    roles = {"d": Role.DECODE} if is_placed else PAIR
+    async with bench_of(workers, roles, "aggregated" if is_placed else "disaggregated") as bench:
         set_clock(monkeypatch, bench)
         group, came = group_of(2), list[int]()
         for choice in group.choices:
@@ -996,8 +1004,9 @@ async def test_a_client_that_reads_slowly_costs_the_other_choices_no_time(monkey
         async for _, message in bench.driver.run(group):
             if not came:
                 bench.clock.ahead_s += 100.0
+                arrives.set()
             came += message.token_ids
-    assert sorted(came) == [1, 3, 5, 5]
+    assert sorted(came) == ([1, 3, 5, 5] if is_placed else [3, 4, 5, 5])
     assert min(request.sequence.ttft_s for request in workers.requests) > 1.0
 
 
