@@ -107,13 +107,17 @@ PRIOR = StepCosts(
 _NAMES = tuple(f.name for f in fields(StepCosts))
 
 
-def typical(costs: Collection[StepCosts]) -> StepCosts:
-    """Return the median of each cost over the workers that have measured it; the prior's if none has."""
+def typical(costs: Collection[StepCosts], otherwise: StepCosts = PRIOR) -> StepCosts:
+    """Return the median of each cost over the workers that have measured it.
+
+    Args:
+        otherwise: costs that none of them has measured.
+    """
     values = {}
     for name in _NAMES:
         prior = getattr(PRIOR, name)
         measured = [value for one in costs if (value := getattr(one, name)) != prior]
-        values[name] = statistics.median(measured) if measured else prior
+        values[name] = statistics.median(measured) if measured else getattr(otherwise, name)
     return StepCosts(**values)
 
 

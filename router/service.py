@@ -249,18 +249,18 @@ class RouterService:
                 group = ChoiceGroup.begin(spec, claim, recording.trace, params.num_answers, noted, images=prompt.images)
                 call.begin(digest, group)
                 recording.admitted(group.timelines, params, len(prompt.token_ids), request.resume_from, digest)
-                selection = AnswerSelection(params, request.resume_from)
+                selection = AnswerSelection(params, request.resume_from) if params.is_selected else None
                 writers = self._writers(request, group, params, plan)
                 with self._journal.noting(key, digest, group.choices):
                     async with contextlib.aclosing(_replayed(writers)) as chunks:
                         async for chunk in chunks:
-                            for ready in selection.take(recording.drawn(chunk)):
+                            for ready in _ready(recording.drawn(chunk), selection):
                                 yield recording.sent(ready)
                                 call.goes_on()
                     async with contextlib.aclosing(self._driver.run(group.unanswered())) as messages:
                         async for choice, message in messages:
                             for chunk in await self._written(choice, message, writers[choice]):
-                                for ready in selection.take(recording.drawn(chunk)):
+                                for ready in _ready(recording.drawn(chunk), selection):
                                     yield recording.sent(ready)
                                     call.goes_on()
             self._limiter.record(time.monotonic() - timeline.arrived_s)
@@ -411,6 +411,11 @@ class RouterService:
         if moderator is None:
             return {each: SentAnswer(chunks[each]) for each in chunks}
         return {each: ModeratedAnswer(chunks[each], moderator, tokenizer, tenant) for each in chunks}
+
+
+def _ready(chunk: GenerateChunk, selection: AnswerSelection | None) -> Sequence[GenerateChunk]:
+    """Return the chunks that the client gets now that there is a new one."""
+    return (chunk,) if selection is None else selection.take(chunk)
 
 
 async def _replayed(writers: Mapping[Choice, SentAnswer]) -> AsyncGenerator[GenerateChunk]:

@@ -67,12 +67,12 @@ class ProofBook:
         if not allowed:
             raise NotAMember(f"no member may call {method}")
         if len(proof) != _HEAD.size + SIGNATURE_BYTES:
-            raise NotAMember(f"{method} takes calls of {_names(allowed)} alone, and this one has no proof")
+            raise NotAMember(f"{method} accepts calls only from {_names(allowed)}, and this call has no proof")
         made_ms, nonce, index = _HEAD.unpack_from(proof)
         head, signature = proof[: _HEAD.size], proof[_HEAD.size :]
         member: Principal | None = _PRINCIPALS[index] if index < len(_PRINCIPALS) else None
         if member not in allowed or member is None:
-            raise NotAMember(f"{method} takes calls of {_names(allowed)} alone")
+            raise NotAMember(f"{method} accepts calls only from {_names(allowed)}")
         if not self._key_file.verify(_PURPOSE, member, _message(head, method, self._callee), signature):
             raise NotAMember(
                 f"the proof of this call of {method} is not of this cluster, or was made for another process; "

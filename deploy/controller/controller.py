@@ -440,7 +440,8 @@ class Controller:
         for worker in self._lives.workers.values():
             if observed[worker.id].waits_for_room and not worker.is_wait_logged:
                 worker.is_wait_logged = True
-                pool, needs = worker.pool, self._actors.needs(worker.pool)
+                pool, resources = worker.pool, self._actors.needs(worker.pool)
+                needs = ", ".join(f"{number:g} {name}" for name, number in resources.items())
                 logger.warning("%s waits: no Ray node for %s workers has room for %s", worker, pool, needs)
 
     def _record_workers(self) -> None:

@@ -92,7 +92,7 @@ def summary_lines(summary: RequestSummary) -> list[str]:
         f"tenant {summary.tenant}, class {summary.slo_class or 'none'}, priority {summary.priority}; objectives: "
         f"{', '.join(objectives) or 'none'}",
         f"{summary.num_prompt_tokens} prompt tokens, {summary.num_cached_tokens} of them cached; {summary.num_tokens} "
-        f"tokens of answer in {summary.num_choices} choices; placed again {summary.retries} times",
+        f"tokens of answer; choices: {summary.num_choices}; retries: {summary.retries}",
         f"first token after {ttft}{itl}, {summary.total_s:.3f} s in all",
     ]
 

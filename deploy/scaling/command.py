@@ -84,7 +84,8 @@ def summary(decision: ScalingDecision) -> str:
     """Return the changes, in their order."""
     orders = []
     if flips := decision.flips:
-        orders.append(f"{flips.num} of the other pool become {flips.role} workers")
+        verb = "becomes" if flips.num == 1 else "become"
+        orders.append(f"{flips.num} of the other pool {verb} {flips.role}")
     for verb, sizes in (("start", decision.starts), ("stop", decision.stops)):
         orders += [f"{verb} {sizes.of(role)} {role}" for role in Role if sizes.of(role)]
     return f"{decision.before} -> {decision.sizes}: {'; '.join(orders)}" if orders else f"{decision.before} stays"

@@ -133,12 +133,21 @@ class Scheduler:
         plan = StepPlan(budget=self.limits.max_num_batched_tokens, canvas_length=self.limits.canvas_length)
         self._preempted = []
         self._plan(plan, now)
-        if self.drafter is not None and may_draft and plan.budget > 0 and any(part.is_decoding for part in plan.parts):
-            self._draft(self.drafter, plan)
+        drafter = self.drafter
+        if drafter is not None and may_draft and plan.budget > 0 and self._has_drafts(drafter, plan):
+            self._draft(drafter, plan)
         # All copies, also those of sequences without a part in this step: the step may change the state that they read.
         copies = [copy for sequence in self.running if sequence.copies for copy in sequence.copies]
         step = StepInput(tuple(plan.parts), tuple(copies))
         return Schedule(step, tuple(plan.admitted), tuple(self._preempted))
+
+    @staticmethod
+    def _has_drafts(drafter: Drafter, plan: StepPlan) -> bool:
+        """Return whether drafting has work in a step: a look-up only if the step decodes, a draft model always.
+
+        A draft model also computes prompts and takes back blocks.
+        """
+        return drafter.model is not None or any(part.is_decoding for part in plan.parts)
 
     def _plan(self, plan: StepPlan, now: float) -> None:
         for sequence in [s for s in self.running if len(s.token_ids) - s.num_computed_tokens == 1 and not s.aborted]:

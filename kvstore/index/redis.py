@@ -161,7 +161,8 @@ class RedisIndex:
             return 0  # the set is lost
         author = self._authors.get(worker_id)
         if author is not None and author.epoch == epoch and size != author.num_entries:
-            self._connection.note(keys.blocks(worker_id, epoch), f"it has {size} entries, and was given others")
+            reason = f"{size} of {author.num_entries} entries are left, so the worker writes all of them again"
+            self._connection.note(keys.blocks(worker_id, epoch), reason)
             return 0
         seq_key = keys.seq(worker_id, epoch)
         return self._seq(seq_key, await reads.string(self._connection, seq_key, MAX_NUMBER_BYTES))

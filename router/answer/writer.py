@@ -72,7 +72,7 @@ class AnswerWriter:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skipped_ids)
         self._channels = channels
         self._num_reasoning = 0
-        self._stops = StopChecker(params.stop, params.include_stop_str_in_output)
+        self._stops = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._params = params
         self.num_taken = 0
         """Number of tokens in the answer so far, without those behind a stop string."""
@@ -96,7 +96,7 @@ class AnswerWriter:
             self.num_taken += 1
             is_end = finish_reason is FinishReason.STOP and count == len(token_ids)
             shown = [] if is_end and not self._params.include_stop_str_in_output else [token_id]
-            text, stopped = self._stops.push(self._detokenizer.push(shown), self._may_stop)
+            text, stopped = self._checked(self._detokenizer.push(shown))
             delta = None if self._channels is None else self._delta(text, self._channels)
             if count <= begin:
                 self.num_awaited -= 1
@@ -143,16 +143,18 @@ class AnswerWriter:
         """Flush an answer that has ended, and return (the held text, whether a stop string was found)."""
         if stopped:
             return "", True
-        text, stopped = self._stops.push(self._detokenizer.flush(), self._may_stop)
-        held, found = self._stops.flush()
+        text, stopped = self._checked(self._detokenizer.flush())
+        held, found = self._stops.flush() if self._stops is not None else ("", False)
         return text + held, stopped or found
 
-    @property
-    def _may_stop(self) -> bool:
-        return self.num_taken > self._params.min_tokens
+    def _checked(self, text: str) -> tuple[str, bool]:
+        """Return (text that is safe to give out, whether a stop string was found)."""
+        if self._stops is None:
+            return text, False
+        return self._stops.push(text, may_stop=self.num_taken > self._params.min_tokens)
 
     def _stop_reason(self, token_ids: Sequence[int], finish_reason: FinishReason) -> str | int | None:
-        if self._stops.matched is not None:
+        if self._stops is not None and self._stops.matched is not None:
             return self._stops.matched
         is_stop = (
             finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS)
@@ -382,11 +384,11 @@ class StopChecker:
         The capital of France is  \n\nUs                  er:          stops = ["\n\nUser:"]
     """
 
-    def __init__(self, stops: Sequence[str] = (), includes_match: bool = False) -> None:
+    def __init__(self, stops: Sequence[str], includes_match: bool = False) -> None:
         """Create a filter for these stop strings.
 
         Args:
-            stops: the stop strings, none of them empty.
+            stops: the stop strings, at least one and none of them empty.
             includes_match: whether the stop string itself is given out.
         """
         assert all(stops), "an empty stop string matches everywhere"
@@ -416,8 +418,6 @@ class StopChecker:
         """
         if self.stopped:
             return "", True
-        if not self._stops:
-            return self._keep(text), False
         buffer = self._held + text
         if not may_stop:
             self._num_deaf = len(buffer)
@@ -467,7 +467,7 @@ class StopChecker:
 class AnswerSelection:
     """Filter of the chunks of a request's answers.
 
-    If more answers are generated than the client wants, all chunks are kept until the answers have ended. Then the best
+    More answers are generated than the client wants, so all chunks are kept until the answers have ended. Then the best
     answers are returned whole, with the first indices. The best have the highest mean log probability of their tokens
     in the model's own distribution; ties go to the first.
 
@@ -485,8 +485,6 @@ class AnswerSelection:
 
     def take(self, chunk: GenerateChunk) -> list[GenerateChunk]:
         """Add a chunk of an answer, and return the chunks that the client gets now."""
-        if not self._params.is_selected:
-            return [chunk]
         self._prompt_scores = self._prompt_scores or chunk.prompt_scores
         self._kept.setdefault(chunk.choice_index, []).append(chunk)
         self._num_ended += chunk.finish_reason is not None

@@ -502,15 +502,17 @@ class _Bounds:
     least: StepCosts = PRIOR
     """Lowest plausible costs."""
     usual: Mapping[Role, StepCosts] = field(default_factory=dict)
-    """Typical costs in each role, of which each is plausible."""
+    """Typical costs in each role, of which each is plausible. What a pool has not measured is typical of the other."""
 
     @classmethod
     async def of(cls, workers: Collection[Worker]) -> _Bounds:
         least = least_of([worker.load.costs for worker in workers])
+        await asyncio.sleep(0)
+        anywhere = typical([lifted(worker.load.costs, least) for worker in workers])
         usual = {}
         for role in Role:
             await asyncio.sleep(0)
-            usual[role] = typical([lifted(w.load.costs, least) for w in workers if w.info.role is role])
+            usual[role] = typical([lifted(w.load.costs, least) for w in workers if w.info.role is role], anywhere)
         await asyncio.sleep(0)
         return cls(least, usual)
 

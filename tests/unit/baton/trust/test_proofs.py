@@ -40,7 +40,7 @@ def test_a_proof_is_for_one_member_process_and_method(secret: Path, book: ProofB
     other = tmp_path / "other"
     write_private(other, draw_secret())
     for proof, said in (
-        (made(secret, Principal.WORKER), "takes calls of router alone"),
+        (made(secret, Principal.WORKER), "accepts calls only from router"),
         (made(secret, method="/baton.v1.WorkerControl/Drain"), "for another process"),
         (made(secret, callee="c3d4"), "for another process"),
         (made(other), "not of this cluster"),

@@ -126,7 +126,7 @@ def test_a_request_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert "req-7: ttft_missed because of recovery\n" in out
     assert "tenant acme, class interactive, priority 3; objectives: first token 2.5 s, between tokens 0.05 s\n" in out
     assert (
-        "2000 prompt tokens, 1536 of them cached; 64 tokens of answer in 2 choices; placed again 1 times\n"
+        "2000 prompt tokens, 1536 of them cached; 64 tokens of answer; choices: 2; retries: 1\n"
         "first token after 15.500 s, 0.062 s between tokens, 20.000 s in all\n" in out
     )
     refused = replace(SUMMARY, outcome="error", blamed_stage="", error="NoWorker: none", ttft_s=None, itl_s=None)

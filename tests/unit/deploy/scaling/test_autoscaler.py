@@ -169,7 +169,7 @@ def test_a_decision_is_told_in_words_and_as_json() -> None:
     decision = ScalingDecision(
         before=Sizes(1, 4), sizes=Sizes(3, 3), reasons=("because.",), needs=Needs(2.0, 1.0), state=PolicyState()
     )
-    assert summary(decision) == "1:4 -> 3:3: 1 of the other pool become prefill workers; start 1 prefill"
+    assert summary(decision) == "1:4 -> 3:3: 1 of the other pool becomes prefill; start 1 prefill"
     assert summary(replace(decision, sizes=Sizes(1, 4))) == "1:4 stays"
     document = json.loads(json.dumps(as_dict(decision)))
     assert document["flips"] == {"num": 1, "role": "prefill"}

@@ -79,7 +79,9 @@ async def test_nobody_elses_are_and_the_client_is_not_to_blame(secret: Path) -> 
         for member in (Principal.WORKER, Principal.CONTROLLER):
             client = ControllerClient(lambda: controller, KeyFile(secret, member))
             await order_all(
-                client, NoController, "does not take orders of this router: .* takes calls of (operator, )?router"
+                client,
+                NoController,
+                "does not take orders of this router: .* accepts calls only from (operator, )?router",
             )
         await order_all(ControllerClient(lambda: controller), NoController, "has no proof")
         past = ControllerInfo(pid=1, address=controller.address, incarnation="c0")

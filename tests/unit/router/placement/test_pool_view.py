@@ -119,7 +119,7 @@ async def test_who_has_measured_nothing_costs_what_the_others_of_its_pool_do() -
     await pools.update([worker("old"), new, worker("p", role=Role.PREFILL, costs=PRIOR)])
     assert candidate(pools, "new").costs == COSTS
     assert load_of(pools, "new") == 100
-    assert candidate(pools, "p").costs == PRIOR, "of its pool nobody knows"
+    assert candidate(pools, "p").costs == COSTS, "in its pool nobody knows, in the other one somebody does"
     measured = replace(COSTS, s_per_token=5e-3)
     await pools.update([worker("old"), worker("older"), worker("new", costs=measured)])
     assert candidate(pools, "new").costs == measured
