@@ -524,12 +524,11 @@ class ChoiceDriver:
     def _failing(self, run: Run, worker: Worker, error: BatonError, is_last: bool) -> None:
         choice, spec, info, text = run.choice, run.spec, worker.info, happened.error_text(error)
         num_emitted = len(choice.emitted)
-        choice.timeline.add(
-            happened.Failed(time.monotonic(), spec.attempt, info.id, info.role, num_emitted, text, is_last)
-        )
+        choice.timeline.add(happened.Failed(time.monotonic(), spec.attempt, info.id, info.role, num_emitted, text))
         if isinstance(error, WorkerFailed):
             self._pools.suspect(worker)
         if not is_last:
+            choice.timeline.retries += 1
             self._instruments.retries.add(1, {"error": type(error).__name__})
             logger.warning("%s is placed again after %d tokens: %s", spec.sequence_id, num_emitted, error)
 

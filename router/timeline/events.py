@@ -166,8 +166,6 @@ class Failed(NamedTuple):
     num_emitted: int
     error: str
     """Text of `error_text`."""
-    is_last: bool
-    """True if the choice is given up."""
 
 
 class Finished(NamedTuple):
@@ -233,6 +231,8 @@ class ChoiceTimeline(_Log[ChoiceEvent]):
     """Reasoning tokens among both."""
     last_token_s: float = 0.0
     """Time of the last token that the client got; 0: none yet."""
+    retries: int = 0
+    """Failed attempts that were followed by another one."""
 
     @property
     def placed(self) -> Placed | None:
@@ -263,11 +263,6 @@ class ChoiceTimeline(_Log[ChoiceEvent]):
     def source(self) -> str:
         """Worker from which the latest placement pulls a prefix; empty: none."""
         return placed.placement.source if (placed := self.placed) is not None else ""
-
-    @property
-    def retries(self) -> int:
-        """Failed attempts that were followed by another one."""
-        return sum(isinstance(event, Failed) and not event.is_last for event in self.events)
 
     @property
     def num_cached_tokens(self) -> int | None:
