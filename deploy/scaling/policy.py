@@ -140,9 +140,9 @@ def _needs(measured: Measured, objective: Objective) -> tuple[Needs, list[str]]:
     by_kv = decode.kv_use * decode.ready / KV_LIMIT
     num_ready = prefill.ready or max(decode.ready, 1)
     reasons = [
-        f"prefill: prompts took {load:.2f} workers' time, {decode.prompt_load:.2f} of it on workers that decode; what "
-        f"is queued takes {num_ready} workers {queue_s / num_ready:.1f} s, of {objective.ttft_s:g} s to the first "
-        "token.",
+        f"prefill: prompts took {load:.2f} workers' time, {decode.prompt_load:.2f} of it on workers that decode; the "
+        f"queue takes {queue_s / num_ready:.1f} s on the workers that compute prompts ({num_ready}), of "
+        f"{objective.ttft_s:g} s to the first token.",
         f"decode: {decode.num_sequences:.0f} sequences of {decode.num_context_tokens:.0f} tokens, of which a worker "
         f"decodes {batch:.0f} with {objective.itl_s * 1e3:g} ms between tokens; {decode.kv_use:.0%} of the KV in use, "
         f"of {KV_LIMIT:.0%}.",
