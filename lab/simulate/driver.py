@@ -342,7 +342,12 @@ class Driver:
     # -- transfers -----------------------------------------------------------------------------------------------------
 
     def _transfer_s(self, num_tokens: int, begins: Sequence[int] = (0, 0)) -> float:
-        """Return the duration of a transfer to a worker that has the first `begins` tokens of each layer group."""
+        """Return the seconds that a KV transfer takes.
+
+        Args:
+            num_tokens: length of the transferred sequence.
+            begins: number of leading tokens that the receiver has, by layer group.
+        """
         return self._costs.transfer_s(*self._shape.num_transferred(num_tokens, begins))
 
     def _send_prefix(self, flight: Flight, ticket: Ticket) -> None:

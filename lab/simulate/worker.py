@@ -83,7 +83,7 @@ class WorkerShape:
 
     @property
     def table_sizes(self) -> tuple[int, ...]:
-        """Blocks of each layer group and rows of states, as an engine divides its memory."""
+        """Number of blocks of each layer group and of rows of states, divided as an engine divides its memory."""
         longest = self.longest or self.num_blocks * self.block_tokens
         needs = PoolNeeds(max_num_seqs=self.max_num_seqs, max_tokens=longest, snapshot_tokens=self.snapshot_tokens)
         return table_sizes(self.spec, self.num_blocks, needs)

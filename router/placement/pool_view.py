@@ -327,7 +327,8 @@ class PoolView:
     def unable(self, spec: SequenceSpec) -> set[str]:
         """Return the workers that cannot serve a sequence.
 
-        They cannot hold it with its answer, although `max_model_len` allows it, or do not take its images.
+        Such a worker has no room for the prompt and `max_tokens`, although `max_model_len` allows them, or it takes no
+        images and the prompt has some.
         """
         num_tokens = spec.num_prompt_tokens + spec.max_tokens
         short = {worker_id for worker_id, length in self._short.items() if length < num_tokens}

@@ -1,4 +1,4 @@
-"""State of one choice of a request, and what serves it.
+"""State of one choice of a request, and the workers and calls that serve it.
 
 Choice   its prompt and its tokens so far, as long as the request lives
 Run      workers and calls of its current attempt
@@ -74,7 +74,7 @@ class Choice:
     num_followers: int = 0
     """Number of sequences that decode on the same worker with this one: choices that it leads, or other beams."""
     has_begun: bool = False
-    """True if a worker has begun to decode it, or if it has ended without that."""
+    """True if a worker has begun to decode it, or it has ended before."""
     kv_is_on: str = ""
     """The decode worker that has the prompt's KV; empty: none yet."""
     images: RequestImages | None = None
@@ -236,7 +236,7 @@ class Assignment:
 
 
 class Run:
-    """What serves a choice: workers, calls and accounting of its current attempt, and the wait for its first token."""
+    """Workers, calls and accounting of a choice's current attempt, and the wait for its first token."""
 
     def __init__(self, choice: Choice, num_expected_tokens: int, arrived: Flag) -> None:
         self.choice = choice
@@ -250,7 +250,7 @@ class Run:
         self.place_by_s = math.inf
         """Time until which it waits for workers; infinite: it does not wait for any."""
         self.waits_for_change = False
-        """No worker was ready, and the pools have not changed since."""
+        """True if no worker was ready, and the pools have not changed since."""
         self.prompt: Prompt
         """The sequence of this attempt, as placement sees it."""
         self.moves_to: Assignment | None = None
@@ -266,11 +266,11 @@ class Run:
         self.began_s = 0.0
         """Start of the attempt: the router began to look for workers."""
         self.held_s = 0.0
-        """Time in which the choice took no events because the client did not take the tokens of others."""
+        """Time in which the choice took no events because the client had not yet read tokens of the request."""
         self.reset()
 
     def reset(self) -> None:
-        """Hold nothing."""
+        """Forget the calls, timers and accounting of the last attempt. The caller has ended them."""
         self.decode: WorkerStream[Decoding] | None = None
         self.prefill: WorkerStream[FirstToken | Transferred] | None = None
         self.fetch: WorkerStream[Fetched] | None = None
@@ -279,32 +279,33 @@ class Run:
         self.seeks: asyncio.TimerHandle | None = None
         """The next search for a worker to which the choice can migrate."""
         self.found_none: NoRoom | Stays | None = None
-        """Result of the latest search; None: it has found a worker, or it is yet to come."""
+        """Result of the latest search; None: it has found a worker, or has not run yet."""
         self.accounting: contextlib.ExitStack | None = None
-        """The attempt counts on its workers; None: nothing is held."""
+        """The load that the attempt adds to its workers; None: there are no calls."""
         self.is_begun = False
-        """The prompt is computed."""
+        """True if the prompt is computed."""
         self.first_token_by_s = math.inf
         """Deadline of the first token, on the monotonic clock."""
         self.waits_for_room: asyncio.TimerHandle | None = None
-        """The decode worker has not answered yet."""
+        """Timer that runs until the decode worker answers; None: it has answered, or there is no call."""
         self.is_preempted = False
 
     def look_again(self) -> None:
-        """The pools have changed, so a worker may be ready now."""
+        """Try to place the choice again, because the pools have changed."""
         self.waits_for_change = False
         self.arrived.set()
 
     @property
     def awaits_tokens_alone(self) -> bool:
-        """True if nothing but the decode worker's next message is awaited, as nearly always."""
+        """True if only the decode worker's next message is awaited, as nearly always."""
         return self.then is AWAIT_DECODE and self.is_begun and not self.choice.is_answered
 
     @property
     def is_silent(self) -> bool:
-        """True if the only message that it awaits has not come, as nearly always for most of many choices.
+        """True if the choice awaits only the decode worker's next message, which has not come.
 
-        What happens to the other choices does not change that, and it has no time limit.
+        The loop may skip it: it has no time limit, and events of other choices do not concern it. Of many choices, most
+        are silent nearly always.
         """
         return self.awaits_tokens_alone and self.decode is not None and not self.decode.has_message
 
@@ -314,7 +315,7 @@ class Run:
         return min(self.time_up_s, self.place_by_s, self.first_token_by_s)
 
     def extend(self, held_s: float) -> None:
-        """Extend the deadline of the first token: the workers are not to blame for a slow client."""
+        """Extend the deadline of the first token by the time that a slow client took."""
         self.held_s += held_s
         self.first_token_by_s += held_s
 
@@ -352,7 +353,7 @@ class Run:
                 return None
 
     def end_fetch(self) -> None:
-        """Leave the call by which the next worker of a migration pulls the KV, or the search for one; idempotent."""
+        """Cancel the search for the next worker of a migration, or the call by which that worker pulls; idempotent."""
         if self.seeks is not None:
             self.seeks.cancel()
         if self.fetch is not None:
@@ -370,6 +371,6 @@ class Run:
             return CallFailed(Source.DECODE, failure.worker, failure.error)
 
     def count_unread(self) -> None:
-        """Count the tokens that wait unread on a call that is left: they were computed for the client, too."""
+        """Count the unread tokens of a call that is cancelled: workers computed them for this client, too."""
         if self.is_begun and self.decode is not None:
             self.choice.timeline.num_computed += self.decode.num_unread

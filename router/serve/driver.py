@@ -124,7 +124,10 @@ class ChoiceDriver:
         return bool(self._waits_long)
 
     def answered(self, choice: Choice, num_tokens: int) -> None:
-        """Learn from a completed choice: its length predicts that of others, and the next prompt may start with it.
+        """Learn from a completed choice.
+
+        Its length predicts the length of other answers. Its blocks count as seen, because the next prompt of a chat
+        starts with this prompt and answer.
 
         Args:
             choice: ended by its end of sequence, its token limit or a stop string.
@@ -142,7 +145,7 @@ class ChoiceDriver:
         runs = [self._new_run(choice, arrived) for choice in served]
         try:
             while runs:
-                arrived.clear()  # before the sources are asked, so that what arrives meanwhile wakes the loop again
+                arrived.clear()  # before the sources are read: a message that arrives meanwhile wakes the loop again
                 answers: list[tuple[Choice, NewTokens]] = []
                 failure: BatonError | None = None
                 is_short = len(runs) == 1 and runs[0].awaits_tokens_alone
@@ -176,10 +179,10 @@ class ChoiceDriver:
                     run.moves_to.leave_old_call()
 
     def _advance(self, runs: Sequence[Run], group: ChoiceGroup, answers: list[tuple[Choice, NewTokens]]) -> None:
-        """Handle events until there are none. While the client has not got its tokens, a choice takes no further ones.
+        """Handle the events of all choices until there are none. A choice pauses when it has tokens for the client.
 
-        So if the client is slow, tokens stay with the calls, which join them, and a choice that a stop string ends with
-        these tokens goes no further.
+        It takes no further events until the client has got these tokens. So if the client is slow, later tokens wait in
+        the calls, which join them. If a stop string in these tokens ends the answer, no later event is handled.
         """
         held: set[Run] = set()
         is_idle = False
@@ -217,7 +220,7 @@ class ChoiceDriver:
     def _next(self, run: Run, group: ChoiceGroup) -> Event | None:
         """Return the next event of a choice; None: it has none yet.
 
-        Raises the error that ends the choice, unless tokens that came with it have completed the answer.
+        Raises the error that ends the choice, unless the answer is already complete.
         """
         choice = run.choice
         if choice.is_answered:
@@ -254,7 +257,7 @@ class ChoiceDriver:
         """Wait until a choice may have an event.
 
         Args:
-            runs: those that have a time limit, and possibly others.
+            runs: all choices that have a time limit, and possibly others.
         """
         wakes_at_s = min((run.wakes_at_s for run in runs), default=math.inf)
         if wakes_at_s == math.inf:
@@ -314,8 +317,8 @@ class ChoiceDriver:
             case NotePull(result):
                 self._note_pull(run, result)
             case KeepOldCall():
-                # The next attempt owns it, and begins before anything else happens. It is not read any more: the next
-                # worker computes the tokens that still arrive on it again, and draws the same ones.
+                # The next attempt owns the call, and starts before anything else happens. Tokens that still arrive on
+                # the call are not read: the next worker computes them again, and draws the same ones.
                 if run.decode is not None:
                     run.decode.on_arrival = None
                 run.decode = None
@@ -535,10 +538,10 @@ class ChoiceDriver:
     # -- placement -----------------------------------------------------------------------------------------------------
 
     def _place(self, run: Run, prepared: Assignment | None) -> Placed | None:
-        """Place a choice, and admit it if this is its first attempt; None: no worker is ready for it yet.
+        """Place a choice, and admit it at its first attempt. Return None if no worker is ready for it yet.
 
         Args:
-            prepared: the workers of a choice that migrates; None: place it.
+            prepared: the workers of the prepared migration; None: choose workers.
 
         Raises:
             Overloaded: its first token would come too late, or every worker's queue is full.
@@ -649,7 +652,10 @@ class ChoiceDriver:
         choice.timeline.num_seen_tokens = min(num_seen, num_reusable) * self._pools.block_size
 
     def _predicted(self, entry: QueueEntry, placement: Placement) -> Prediction:
-        """Return the prediction; a prompt that misses its objective even on an idle worker waits for all others."""
+        """Return the prediction of a placement.
+
+        A prompt that would miss its objective even on an idle worker waits for all others, so its wait is longer.
+        """
         if not entry.turn[1]:
             return placement.prediction
         wait_s = self._pools.wait_s(self._pools.get(entry.worker_id), entry.turn)

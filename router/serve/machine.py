@@ -5,8 +5,8 @@
     PLACING ──> RESERVING ──> PREFILLING ──> TRANSFERRING ──> DECODING ──> REPORTING ──> ENDED      disaggregated  │
        └──────> COMPUTING ───────────────────────────────────────┘                                  aggregated ────┘
 
-The driver (`router.serve.driver`) carries out the instructions of each step, and waits as the step says. The messages
-of the workers are events as they are. Decision 0018 has the table of states, events and instructions.
+The driver (`router.serve.driver`) carries out the instructions of each step, and waits as the step says. Messages of
+workers are events without conversion. Decision 0018 has the table of states, events and instructions.
 
     machine = ChoiceMachine()
     step = machine.on(Begun(max_attempts=3))  # Step((), FindPlace())
@@ -74,19 +74,19 @@ class Begun:
     """The choice may be placed."""
 
     max_attempts: int
-    """Consecutive failures after which it is given up."""
+    """Number of consecutive failures after which the choice is given up."""
     num_beams: int = 0
-    """Number of beams that the client gets of a beam search; 0: it is none."""
+    """Number of beams that the client gets; 0: the choice is not a beam search."""
     follows: bool = False
-    """True if another choice of the request computes the prompt for this one as well. Placed earlier, this choice would
-    compute it a second time."""
+    """True if another choice of the request computes the prompt for this one as well. If this choice were placed
+    earlier, it would compute the prompt a second time."""
     has_images: bool = False
     """True if the prompt has images."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderBegun:
-    """The prompt's KV is on a worker, or the choice that was to compute it has ended without that."""
+    """The leader's decode worker has the prompt's KV, or the leader has ended without it."""
 
 
 class Placed(NamedTuple):
@@ -121,7 +121,7 @@ class TimeUp:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """No first token in time, or preempted while it waited for one."""
+    """The choice got no first token in time, or another tenant preempted it while it waited."""
 
     error: BatonError
 
@@ -157,6 +157,7 @@ class OpenDecode(NamedTuple):
     """Start the call on the decode worker."""
 
     await_kv: bool
+    """True if a prefill worker computes the prompt and transfers its KV."""
 
 
 class OpenPrefill(NamedTuple):
@@ -204,13 +205,13 @@ class Leaves:
 class PrepareMove:
     """Find another decode worker, and have it pull the KV that exists so far. The old worker decodes meanwhile.
 
-    The next event of the migration is `NoRoom`, `Stays`, `Fetched`, or that the call failed.
+    The next event of the migration is `NoRoom`, `Stays`, `Fetched`, or `CallFailed`.
     """
 
     unable: frozenset[str] = frozenset()
-    """Workers that have failed to pull it."""
+    """Ids of workers that have failed to pull it."""
     waits: bool = False
-    """Wait for a moment first: no worker had room."""
+    """Wait for a moment before the search, because no worker had room."""
 
 
 class NotePull(NamedTuple):
@@ -226,7 +227,7 @@ class KeepOldCall:
 
 @dataclass(frozen=True, slots=True)
 class LeaveCalls:
-    """Cancel the calls of this attempt, and end its accounting. It comes before the choice is placed again."""
+    """Cancel the calls of this attempt, and end its accounting. A choice is placed again only after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,15 +284,15 @@ Instruction = (
 
 @dataclass(frozen=True, slots=True)
 class FindPlace:
-    """Choose workers, without those of `ChoiceMachine.avoid`."""
+    """Choose workers that `ChoiceMachine.avoid` does not exclude."""
 
     is_move: bool = False
-    """The workers are those of the prepared migration."""
+    """True: take the workers of the prepared migration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Wait for an event of one of the sources. If several have one, the first source comes first."""
+    """Wait for an event of one of the sources. If several have one, the earliest in the tuple comes first."""
 
     sources: tuple[Source, ...]
     timeout_s: float | None = None
@@ -338,9 +339,9 @@ class ChoiceMachine:
     avoid: Avoidance = NOTHING
     """Workers and modes that the next placement avoids because of the failures."""
     carries_images: bool = False
-    """The next attempt carries all images, because a worker lacked them or failed."""
+    """True if the next attempt carries all images, because a worker lacked them or failed."""
     is_moving: bool = False
-    """A migration is being prepared."""
+    """True while a migration is prepared."""
     _begun: Begun = Begun(max_attempts=1)
     _num_emitted: int = 0
     """Tokens that workers have sent to this router."""
@@ -348,13 +349,13 @@ class ChoiceMachine:
     """Consecutive failures, see `router.serve.retry`."""
     _placement: Placement | None = None
     _held: NewTokens | CallFailed | None = None
-    """The decode worker's message that came before the first token, or the last tokens in state REPORTING."""
+    """Message of the decode worker that waits: until the first token (PREFILLING), or for the report (REPORTING)."""
     _lacks_report: bool = field(default=False)
-    """The prefill worker has not reported the end of the KV transfer yet."""
+    """True until the prefill worker has reported the KV transfer, or its call has failed."""
     _then: Then = PLACE
-    """The end of the last step."""
+    """How the next event comes, as the last step said."""
     _unable: frozenset[str] = frozenset()
-    """Workers that have failed to pull the KV in this migration."""
+    """Ids of workers that have failed to pull the KV in this migration."""
 
     def on(self, event: Event) -> Step:
         """Handle an event, and return what to do and how the next event comes.
@@ -436,7 +437,7 @@ class ChoiceMachine:
     def _tokens(self, tokens: NewTokens) -> Step:
         did: tuple[Instruction, ...] = ()
         match self.state:
-            case State.PREFILLING:  # they cannot precede the prompt, but the prefill worker's message may be on its way
+            case State.PREFILLING:  # the prompt is computed, and the prefill worker's message is on its way
                 self._held = tokens
                 return Step((), Await((PREFILL,)))
             case State.COMPUTING:
@@ -473,8 +474,8 @@ class ChoiceMachine:
             self._lacks_report = False
             return self._after_report(())
         if self.state is State.PREFILLING and failed.source is DECODE and isinstance(failed.error, TransferCancelled):
-            # No failure if the first token is also the last: the prefill worker then cancels the transfer, and its own
-            # message may arrive shortly after the decode worker's.
+            # This is no failure if the first token is also the last: the prefill worker then cancels the transfer, and
+            # its own message may arrive shortly after the decode worker's.
             self._held = failed
             return Step((), Await((PREFILL,), REPORT_S))
         return self._fail(failed)
@@ -486,7 +487,7 @@ class ChoiceMachine:
         return self._fail(self._held)
 
     def _after_report(self, did: tuple[Instruction, ...]) -> Step:
-        """Go on when the prefill worker has reported, or does not."""
+        """Continue after the prefill worker's report, or without it."""
         if self.state is State.TRANSFERRING:
             return Step(did, AWAIT_DECODE)
         if self.state is State.DECODING:

@@ -1,4 +1,4 @@
-"""What happened to a request: typed events that are only ever added. All that is reported of a request is their fold.
+"""What happened to a request: typed events in order. `router.timeline.folds` derives reports from them.
 
     Timeline            one request: its facts, counts and events
       ChoiceTimeline    one of its choices: the counts and events of its attempts
@@ -25,7 +25,7 @@ from router.admission import Claim
 from router.placement import Mode, Placement, Prediction
 
 MOST_EVENTS = 100
-"""Maximum number of events of one choice. Beyond it, events in the middle are dropped, and their stages with them."""
+"""Maximum number of events of one choice. If there are more, events in the middle are dropped."""
 MOST_CHOICES = 8
 """Maximum number of choices of an ended request whose events are kept."""
 
@@ -65,7 +65,7 @@ class Ended(NamedTuple):
 
 
 class Attempted(NamedTuple):
-    """An attempt has started: the router looks for workers. Any earlier attempt has failed, or its worker leaves."""
+    """An attempt has started: the router looks for workers. Any earlier attempt has ended without an answer."""
 
     at_s: float
     attempt: int
@@ -122,7 +122,7 @@ class Computed(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """The second token of an attempt has come, from the decode worker."""
+    """The decode worker's first tokens of an attempt have come, so it has the KV."""
 
     at_s: float
     attempt: int
@@ -148,7 +148,7 @@ class Left(NamedTuple):
 
 
 class LackedImages(NamedTuple):
-    """The worker that computes the prompt needs the bytes of its images."""
+    """The worker that computes the prompt no longer holds its images. The next attempt carries them."""
 
     at_s: float
     attempt: int
@@ -210,7 +210,7 @@ class _Log(Generic[E]):
 
     @property
     def gap(self) -> int | None:
-        """Index of the first event behind the dropped ones; None: none was dropped."""
+        """Index of the first event after the dropped ones; None: none was dropped."""
         return MOST_EVENTS // 2 if self.num_left_out else None
 
 
@@ -228,7 +228,7 @@ class ChoiceTimeline(_Log[ChoiceEvent]):
     num_delivered: int = 0
     """Tokens that the client had before this call."""
     num_reasoning: int = 0
-    """Reasoning tokens among both."""
+    """Reasoning tokens among those of this call and those before it."""
     last_token_s: float = 0.0
     """Time of the last token that the client got; 0: none yet."""
     retries: int = 0
@@ -266,7 +266,7 @@ class ChoiceTimeline(_Log[ChoiceEvent]):
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Prompt tokens that the first attempt found in caches; None: the prompt is not computed, or was before.
+        """Prompt tokens that the first attempt found in caches; None: there is no first token yet.
 
         Later attempts do not count: they find what the first one left behind.
         """
@@ -356,5 +356,5 @@ def error_text(error: BaseException) -> str:
 
 
 def is_disaggregated(placed: Placed) -> bool:
-    """Return whether another worker computes the prompt than decodes."""
+    """Return whether one worker computes the prompt, and another one decodes."""
     return placed.placement.mode is Mode.DISAGGREGATED

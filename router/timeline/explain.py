@@ -1,4 +1,4 @@
-"""Puts a timeline into words: the line of a request in a list, and the story of one request."""
+"""Texts about requests for operators: a request's line in the list, and its timeline in detail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folds of a timeline, all pure: stages, SLO outcome and the stage to blame, usage, timing, and measured placement.
+"""Pure functions of a timeline: stages, SLO outcome and the stage to blame, usage, timing, and measured placement.
 
     arrived                                          first token                                   ended
     | queue | decode admission | queue | prefill     | transfer | decode ...    | recovery | decode ... |
@@ -9,11 +9,11 @@
   queue, pulling a prefix.
 - **decode admission**: from the call that asks the decode worker for room to its ticket. If one worker computes and
   decodes, the part of its queue that was due to a lack of room.
-- **prefill**: the duration that the worker that computed the prompt reports; it ends with the first token.
+- **prefill**: the time of computing the prompt, as its worker reports it; it ends with the first token.
 - **transfer**: the part of the KV transfer after the first token, up to the second token.
 - **decode**: all time after the first token that belongs to no other stage, including the wait for longer choices.
 - **recovery**: the cost of failed attempts. Before the first token: from the start of the first attempt to the start of
-  the last one. After it: from the last token before the failure to the next token, for which the KV is recomputed.
+  the last one. After it: from the last token before the failure to the next token. In between the KV is computed again.
 
 The stages follow one another without a gap, so they add up to the time from arrival to end. Times are on the router's
 monotonic clock. Other processes report only durations.
@@ -147,7 +147,7 @@ def phases(arrived_s: float, first_token_s: float, ended_s: float, noted: Iterab
 
     Args:
         first_token_s: 0: no token came.
-        noted: phases in order. A phase is clipped to its side of the first token and to the end of the previous one.
+        noted: phases in order. A phase is clipped to its side of the first token, and begins after the previous one.
     """
     if not first_token_s:
         return _laid(arrived_s, ended_s, noted, EARLY, Stage.QUEUE)
@@ -393,9 +393,9 @@ class MeasuredPlacement(NamedTuple):
     outcome: str
     """Either `admitted`, or why the choice was refused or preempted."""
     ttft_s: float
-    """Time from the start of the attempt to the first token; 0: it has not come, or from a later attempt."""
+    """Time from the start of the first attempt to its first token; 0: that attempt has produced none."""
     seconds: PlacementSeconds
-    """Measured times, named as in the prediction; None: not known yet."""
+    """Measured times, with the names of the prediction. A time that is not known yet is None."""
 
 
 def measured_placement(choice: ChoiceTimeline, step_s: float | None = None) -> MeasuredPlacement | None:

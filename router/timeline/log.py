@@ -1,10 +1,10 @@
 """Records the timelines of a router's requests, and keeps the latest for listing and explaining them.
 
     with log.recording(request, tenant, ingress, trace, model_id) as recording:
-        recording.admitted(group, params, resume_from, digest)
+        recording.admitted(choices, params, num_prompt_tokens, resume_from, digest)
         yield recording.sent(chunk)
 
-When the request ends, however it ends, `router.timeline.sinks` derives its usage record, metrics and span.
+When the request ends, successfully or not, `router.timeline.sinks` derives its usage record, metrics and span.
 """
 
 from __future__ import annotations
