@@ -378,7 +378,7 @@ class Driver:
         self._wake(worker)
 
     def _send_kv(self, flight: Flight) -> None:
-        """Start the part of a prompt's transfer that its computation has not hidden."""
+        """Start the rest of a prompt's KV transfer: the part that did not overlap with computing the prompt."""
         transfer_s = self._transfer_s(flight.served.request.num_prompt_tokens)
         computing_s = self._clock.now - flight.attempt.began_s
         hidden_s = min(computing_s, transfer_s - self._costs.transfer_s(0))  # the state comes last

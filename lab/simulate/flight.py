@@ -54,7 +54,7 @@ class Attempt:
     prefills: SimulatedWorker | None = None
     """The worker that sends the KV; None: the one that decodes computes the prompt itself."""
     is_move: bool = False
-    """The worker that sends the KV is the one that decoded before, so that nothing is computed."""
+    """True if the attempt is a migration in which the previous decode worker sends the KV, so no prompt is computed."""
     num_uncached_tokens: int = 0
     """Prompt tokens that count as queued on the worker that computes them."""
     source: tuple[SimulatedWorker, int] | None = None
@@ -98,7 +98,7 @@ class Attempt:
             self.count(worker, -1)
 
     def count(self, worker: SimulatedWorker, sign: int) -> None:
-        """Make the request a part of a worker's load; with sign -1, no longer."""
+        """Add the request to a worker's load if `sign` is 1, or remove it if `sign` is -1."""
         worker.num_requests += sign
         worker.reserved_tokens += sign * self.spec.num_prompt_tokens
         if sign > 0:

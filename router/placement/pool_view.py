@@ -335,9 +335,9 @@ class PoolView:
         return short | self._blind if spec.images else short
 
     def with_room(self, num_tokens: int, excluded: Collection[str]) -> set[str]:
-        """Return the decode workers that have room for `num_tokens` without a prefix hit, as far as is known.
+        """Return the decode workers that, by their latest reports, have room for `num_tokens` if no prefix is cached.
 
-        Of many workers, it returns up to `MAX_WITH_ROOM`, of those with the least KV.
+        In a large pool, it returns at most `MAX_WITH_ROOM` of them, out of those with the least KV.
         """
         books = self._ready if self._orders is None else self._orders.least_kv(self._clock())
         with_room = (

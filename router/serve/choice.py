@@ -67,7 +67,7 @@ class Choice:
     it; the driver then cancels the running attempt."""
 
     machine: ChoiceMachine = field(default_factory=ChoiceMachine)
-    """State machine of the choice, which also knows what the next placement avoids."""
+    """State machine of the choice; its `avoid` lists the workers and modes that the next placement must not use."""
     leader: Choice | None = None
     """The choice whose attempt computes the prompt for this one as well. This choice is placed on the leader's decode
     worker. None: it is placed independently."""

@@ -395,7 +395,10 @@ class ChoiceDriver:
         run.reset()
 
     def _lacks_room(self, run: Run) -> None:
-        """Record that the decode worker has not answered for long, unless its answer waits for a slow client."""
+        """Record that the decode worker has sent nothing within the time limit.
+
+        If its message has arrived and is unread because the client is slow, record nothing.
+        """
         if run.decode is not None and not run.decode.has_message:
             self._waits_long.add(run.entry)
 

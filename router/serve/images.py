@@ -176,10 +176,12 @@ class ImageLooker:
         return found
 
     async def look(self, images: Sequence[bytes], tenant: Tenant, cache_seed: bytes) -> RequestImages:
-        """Return a request's images with the replies about them. A worker decodes those without a cached reply.
+        """Return the images of a request with a worker's reply for each.
+
+        An image without a cached reply is first sent to a worker, which decodes it.
 
         Args:
-            cache_seed: that of the tenant's sequences.
+            cache_seed: seed of the block keys of this tenant's sequences.
 
         Raises:
             InvalidRequest, Unsupported: a worker refuses an image.

@@ -64,9 +64,9 @@ class WorkerCallError(Exception):
 
 
 class WorkerStream(Generic[E]):
-    """Responses of one call. Leaving the context cancels the call, which frees everything on the worker.
+    """Responses of one call to a worker. Leaving the context cancels the call, which frees everything on the worker.
 
-    Unread responses are buffered here, so a slow reader does not block the other calls of the stream.
+    Unread responses are buffered here, so a slow reader does not block the other calls that share the gRPC stream.
     """
 
     def __init__(self, worker: Worker, leave: Callable[[], None]) -> None:

@@ -84,7 +84,7 @@ class UsageCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageMark:
-    """State of a request's calls, which routers share."""
+    """Shared record by which routers agree on the call of a request that writes its usage record."""
 
     digest: str
     token: str
@@ -145,7 +145,7 @@ def ended(mark: UsageMark | None, call: UsageCall, record: UsageRecord) -> MarkS
 
 
 def is_due(mark: UsageMark | None) -> MarkStep:
-    """Write the held record, because the client has not returned in time."""
+    """Return the step that writes the held record after the client has not returned in time."""
     if mark is None or mark.held is None:
         return MarkStep(None, None)
     covered = map(max, _counts(mark.recorded), _counts(mark.held.usage))
