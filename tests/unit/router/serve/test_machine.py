@@ -303,6 +303,7 @@ d0 (decode): lost; d1 (decode): lost
         none                     -> decoding: prepare move after a wait; await decode migration
         d1 cannot pull           -> decoding: note pull, prepare move, not to d1; await decode migration
         none                     -> decoding: prepare move after a wait; await decode migration
+        d0 cannot pull           -> decoding: note pull, prepare move, not to d0; await decode migration
         pulled                   -> placing: note pull, keep old call, leave calls, go back; take the next worker
     """,
     "the worker dies while another one pulls": """

@@ -78,10 +78,11 @@ def test_what_became_of_a_placement_shows() -> None:
     choice.add(Computed(9.5, 0, "quick", Role.PREFILL, 0, report))
     choice.add(KvTransferred(9.6, 0, "d", Transferred(1, 1, 0.5, 0.0)))
     choice.add(Refused(9.75, "too late"))
-    choice.add(Placed(10.0, 1, 0.0, placement(), placement().prediction, 40))
+    choice.add(Placed(10.0, 1, 0.0, placement(), placement().prediction, 7))
     choice.add(Computed(11.0, 1, "slow", Role.PREFILL, 0, PrefillReport(prefill_s=9.0)))
     explanation = explained(choice)
     assert (explanation.outcome, explanation.measured_ttft_s) == ("refused: too late", 1.5)
+    assert explanation.num_expected_tokens == 40, "of the first placement"
     assert explanation.measured == PlacementSeconds(
         room_s=0.25, wait_s=0.5, pull_s=0.25, compute_s=0.125, exposed_s=0.0
     )

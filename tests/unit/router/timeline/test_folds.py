@@ -223,6 +223,14 @@ def test_another_choices_first_token_cuts_what_is_before_it() -> None:
     ]
 
 
+def test_who_computes_and_decodes_is_not_asked_for_room() -> None:
+    choice = ChoiceTimeline()
+    choice.add(Attempted(1.0, 0, 0.0))
+    placement = Placement(mode=Mode.AGGREGATED, decode_worker="d")
+    choice.add(Placed(2.0, 0, 1.0, placement, placement.prediction, 0))
+    assert choice_phases(choice, 3.0) == []
+
+
 def test_a_migration_counts_as_decoding() -> None:
     log = served()
     log.choice.last_token_s = 24.0
