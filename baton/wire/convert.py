@@ -1,4 +1,4 @@
-"""What all contracts share: conversions field by field, one of several kinds, and the bounds of messages.
+"""Shared code of all contracts: conversions field by field, one of several kinds, and the bounds of messages.
 
 Protobuf messages and dataclasses here have the same field names, so one loop serves all of them. The contracts convert
 the messages of each request and each token by explicit code, which is five times cheaper than this loop.

@@ -56,7 +56,7 @@ class MendedJson:
         self._quote = ""
         """Closing quote of the current string; empty: outside of strings."""
         self._is_key = False
-        """Whether the current string or word is a key."""
+        """True if the current string or word is a key."""
         self._escape = ""
         self._word = ""
         self._ready = ""

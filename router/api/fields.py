@@ -355,7 +355,7 @@ class ByType:
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Types of objects that are dropped from their list, unless `router.strict` refuses them -> why."""
     leaves_out: bool = False
-    """Whether objects of unknown types are dropped as well."""
+    """True if objects of unknown types are dropped as well."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         members = typing.get_args(source) or (source,)

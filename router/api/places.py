@@ -222,7 +222,7 @@ class Flow(FlowControl):
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
         self.is_full = False
-        """Whether uvicorn has paused reading, because the application has not consumed what came."""
+        """True if uvicorn has paused reading, because the application has not consumed what came."""
         self.rests = False
 
     def pause_reading(self) -> None:

@@ -35,7 +35,6 @@ from router.serve.machine import (
     NoRoom,
     Source,
     Stays,
-    Then,
 )
 from router.serve.worker_client import WorkerCallError, WorkerStream
 from router.timeline.events import ChoiceTimeline
@@ -243,10 +242,8 @@ class Run:
         self.num_expected_tokens = num_expected_tokens
         self.arrived = arrived
         """Set when a choice of the request may have an event."""
-        self.then: Then | None = None
-        """How the next event comes; None: the choice has not begun."""
         self.time_up_s = math.inf
-        """Time limit of `then`, on the monotonic clock."""
+        """Time limit of the machine's wait, on the monotonic clock."""
         self.place_by_s = math.inf
         """Time until which it waits for workers; infinite: it does not wait for any."""
         self.waits_for_change = False
@@ -298,7 +295,7 @@ class Run:
     @property
     def awaits_tokens_alone(self) -> bool:
         """True if only the decode worker's next message is awaited, as nearly always."""
-        return self.then is AWAIT_DECODE and self.is_begun and not self.choice.is_answered
+        return self.choice.machine.then is AWAIT_DECODE and self.is_begun and not self.choice.is_answered
 
     @property
     def is_silent(self) -> bool:

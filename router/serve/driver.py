@@ -142,14 +142,14 @@ class ChoiceDriver:
     async def _serve(self, group: ChoiceGroup) -> AsyncGenerator[tuple[Choice, NewTokens]]:
         arrived = Flag()
         served = group.choices[:1] if group.is_search else group.choices  # one search draws all choices
-        runs = [self._new_run(choice, arrived) for choice in served]
+        runs = [self._new_run(choice, group, arrived) for choice in served]
         try:
             while runs:
                 arrived.clear()  # before the sources are read: a message that arrives meanwhile wakes the loop again
                 answers: list[tuple[Choice, NewTokens]] = []
                 failure: BatonError | None = None
                 is_short = len(runs) == 1 and runs[0].awaits_tokens_alone
-                active = [run for run in runs if not run.is_silent]
+                active = [] if is_short else [run for run in runs if not run.is_silent]
                 try:
                     if is_short:
                         self._step(runs[0], await runs[0].next_tokens(), group, answers)
@@ -163,7 +163,7 @@ class ChoiceDriver:
                         yield choice, tokens
                 if failure is not None:
                     raise failure
-                runs = [run for run in runs if not isinstance(run.then, End)]
+                runs = [run for run in runs if not isinstance(run.choice.machine.then, End)]
                 if runs and not answers and not is_short:
                     await self._wait(active, arrived)
                 elif not is_short:
@@ -189,7 +189,7 @@ class ChoiceDriver:
         while not is_idle:
             is_idle = True
             for run in runs:
-                if run in held or isinstance(run.then, End) or (event := self._next(run, group)) is None:
+                if run in held or isinstance(run.choice.machine.then, End) or (event := self._next(run)) is None:
                     continue
                 is_idle, num_answers = False, len(answers)
                 self._step(run, event, group, answers)
@@ -205,19 +205,27 @@ class ChoiceDriver:
                 answers += self._emitted(choice, group, instruction.tokens)
             else:
                 self._do(instruction, run)
-        run.then, run.time_up_s = then, math.inf
+        run.time_up_s = math.inf
         match then:
             case End():
                 choice.has_begun = True  # followers wait for this, also if no worker has begun to decode it
             case Await(_, timeout_s) if timeout_s is not None:
                 run.time_up_s = time.monotonic() + timeout_s
 
-    def _new_run(self, choice: Choice, arrived: Flag) -> Run:
+    def _new_run(self, choice: Choice, group: ChoiceGroup, arrived: Flag) -> Run:
         spec = choice.spec
         expected = self._history.expect(choice.claim.tenant.id, spec.max_tokens, spec.sampling.ignore_eos)
+        choice.machine.on(
+            Begun(
+                max_attempts=self._config.max_attempts,
+                num_beams=len(group.choices) if group.is_search else 0,
+                follows=choice.leader is not None,
+                has_images=choice.images is not None,
+            )
+        )
         return Run(choice, expected, arrived)
 
-    def _next(self, run: Run, group: ChoiceGroup) -> Event | None:
+    def _next(self, run: Run) -> Event | None:
         """Return the next event of a choice; None: it has none yet.
 
         Raises the error that ends the choice, unless the answer is already complete.
@@ -226,7 +234,7 @@ class ChoiceDriver:
         if choice.is_answered:
             run.count_unread()
             return Answered()
-        match run.then:
+        match choice.machine.then:
             case Await(sources):
                 for source in sources:
                     if (event := run.take(source)) is not None:
@@ -237,12 +245,8 @@ class ChoiceDriver:
                 return self._place(run, run.moves_to if is_move else None)
             case GiveUp(error):
                 raise error
-        return Begun(
-            max_attempts=self._config.max_attempts,
-            num_beams=len(group.choices) if group.is_search else 0,
-            follows=choice.leader is not None,
-            has_images=choice.images is not None,
-        )
+            case End():
+                return None
 
     def _time_up(self, run: Run) -> Event | None:
         now_s = time.monotonic()

@@ -334,6 +334,8 @@ class ChoiceMachine:
     """The state of one choice. `on` changes it."""
 
     state: State = State.PLACING
+    then: Then = PLACE
+    """How the next event comes, as the last step says."""
     num_attempts: int = 0
     """Attempts that have ended."""
     avoid: Avoidance = NOTHING
@@ -352,8 +354,6 @@ class ChoiceMachine:
     """Message of the decode worker that waits: until the first token (PREFILLING), or for the report (REPORTING)."""
     _lacks_report: bool = field(default=False)
     """True until the prefill worker has reported the KV transfer, or its call has failed."""
-    _then: Then = PLACE
-    """How the next event comes, as the last step said."""
     _unable: frozenset[str] = frozenset()
     """Ids of workers that have failed to pull the KV in this migration."""
 
@@ -362,12 +362,12 @@ class ChoiceMachine:
 
         The event must be one that the last step asked for, or `Refused` before the first token, or `Answered`.
         """
-        decodes = self._then is AWAIT_DECODE and self.state is DECODING
+        decodes = self.then is AWAIT_DECODE and self.state is DECODING
         if decodes and type(event) is NewTokens and event.finish_reason is None:
             self._num_emitted += len(event.token_ids)
             return Step((Emit(event),), AWAIT_DECODE)  # nearly every step
         step = self._on(event)
-        self._then = step.then
+        self.then = step.then
         return step
 
     def _on(self, event: Event) -> Step:

@@ -311,7 +311,7 @@ class Timeline(_Log[RequestEvent]):
     num_drawn: int = 0
     """Tokens of all drawn choices."""
     num_sent: int = 0
-    """Tokens that the client got from this call."""
+    """Tokens that the client got from this call, also those of choices that `trim` drops."""
     num_delivered: int = 0
     """Tokens that the client had before this call."""
     first_token_s: float = 0.0

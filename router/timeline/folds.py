@@ -80,11 +80,6 @@ class StagePhase(NamedTuple):
     begin_s: float
     end_s: float
 
-    @property
-    def took_s(self) -> float:
-        """Duration of the phase in seconds."""
-        return self.end_s - self.begin_s
-
 
 def choice_phases(choice: ChoiceTimeline, now_s: float) -> list[StagePhase]:
     """Return the phases of a choice other than queue and decode, in order; one in progress ends at `now_s`.
@@ -316,9 +311,8 @@ def usage(timeline: Timeline) -> Usage:
         num_tokens = timeline.num_drawn
     else:
         num_tokens = timeline.num_delivered + timeline.num_sent
-    num_cached, num_reasoning = timeline.choices[0].num_cached_tokens or 0, 0
-    for choice in timeline.choices:
-        num_reasoning += choice.num_reasoning
+    num_cached = timeline.choices[0].num_cached_tokens or 0
+    num_reasoning = sum(choice.num_reasoning for choice in timeline.choices)
     return Usage(timeline.num_prompt_tokens, num_tokens, num_cached, num_reasoning)
 
 

@@ -322,7 +322,7 @@ class CompletionForm:
 
     shape: Shape
     include_usage: bool
-    """Whether a stream ends with the usage."""
+    """True if a stream ends with the usage."""
 
     async def whole(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
         shape = self.shape

@@ -341,9 +341,9 @@ class CompletionBody(Body):
     """A text, a list of texts, a list of token ids, or a list of such lists."""
     logprobs: int | None = None
     echo: bool | None = None
-    """Whether the answer starts with the prompt, and its log probabilities with those of the prompt."""
+    """True if the answer starts with the prompt, and its log probabilities with those of the prompt."""
     add_special_tokens: bool | None = None
-    """Whether the tokenizer's special tokens, such as BOS, are added to a text; None: yes."""
+    """True if the tokenizer's special tokens, such as BOS, are added to a text; None: they are."""
 
     def prompts(self, max_tokens: int) -> list[PromptInput]:
         """Return the prompts of the body.

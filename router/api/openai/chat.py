@@ -51,7 +51,7 @@ class AskedReasoningBody(StrictBody):
     effort: str | None = None
     enabled: bool | None = None
     exclude: bool | None = None
-    """Whether the reasoning is generated, but not returned."""
+    """True if the reasoning is generated, but not returned."""
     max_tokens: int | None = Field(default=None, ge=0)
     summary: Annotated[Any, _AS_IT_COMES] = None
     generate_summary: Annotated[Any, _AS_IT_COMES] = None
@@ -99,7 +99,7 @@ class ThinkingFields(DeclaredBody):
     reasoning_effort: str | None = None
     """Value of the template's variable of the same name."""
     include_reasoning: bool | None = None
-    """Whether the answer includes the reasoning; None: yes. The reasoning is generated in any case."""
+    """True if the answer includes the reasoning; None: it does. The reasoning is generated in any case."""
     reasoning: AskedReasoning = None
     thinking: AskedThinking = None
     enable_thinking: bool | None = None
@@ -162,7 +162,7 @@ class TokenizeBody(ThinkingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    """Whether the tokenizer's special tokens, such as BOS, are added to a text; None: yes."""
+    """True if the tokenizer's special tokens, such as BOS, are added to a text; None: they are."""
     parse_special: bool | None = None
     return_token_strs: bool | None = None
     include_reasoning: Annotated[bool | None, WithoutEffect("it concerns answers only")] = None
