@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from baton.costs import PRIOR, StepCosts
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from baton.registered_adapters import Adapters
 
 try:
@@ -222,6 +224,8 @@ class WorkerInfo:
     image_placeholder: int = 0
     """Token that stands once per image in a prompt that the chat template has written; of no meaning if the worker
     takes no images."""
+    files: str = ""
+    """Digest of the files that its model's routers need (`baton.serving_files`); empty: its release provides none."""
 
     @property
     def label(self) -> str:
@@ -285,6 +289,21 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedModel:
+    """Counts of a router for one model. Counts of requests are since the router started."""
+
+    content_id: str
+    met: int = 0
+    missed: int = 0
+    rejected: int = 0
+    ready_workers: int = 0
+    in_flight: int = 0
+    """Requests that have arrived and not ended."""
+    held: int = 0
+    """Those of them that wait until the model is awake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterInfo:
     id: str
     pid: int
@@ -299,6 +318,12 @@ class RouterInfo:
     version: str = ""
     ready_workers: int = 0
     """Workers that it knows to be ready."""
+    models: tuple[RoutedModel, ...] = ()
+    """The same counts by model; empty: a release that served one model only."""
+
+    def of_model(self, content_id: str) -> RoutedModel:
+        """Return its counts for one model; zeros if it does not serve the model."""
+        return next((each for each in self.models if each.content_id == content_id), RoutedModel(content_id=content_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,10 +374,70 @@ class PoolStatus:
     """Settings of its workers' engine that differ from the other pool's, such as tensor_parallel=2."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAnnouncement:
+    """A model as its controller announces it to the routers of an endpoint. See docs/decisions/0020."""
+
+    content_id: str
+    name: str
+    """Name under which clients request it. Several releases may have the same name."""
+    path: str
+    """Folder or hub id of the model, for operators."""
+    release: str
+    """Name of the release, unique at the endpoint."""
+    share: float = 1.0
+    """Share of the sessions of its name, relative to the other releases of the name; 0: none."""
+    files: str
+    """Digest of the files with which a router serves it (`baton.serving_files`), in hexadecimal digits."""
+    max_model_len: int = 0
+    """Configured limit of the context window; 0: the model's own."""
+    weights: str = "exact"
+    kv_dtype: str = "auto"
+    mode: str = "auto"
+    """Mode of its placement (`router.mode`)."""
+    created_s: int = 0
+    """Unix time of its first announcement."""
+    is_asleep: bool = False
+    """True if its pools are empty because nobody requested it, and a request wakes it."""
+    wake_s: float = 0.0
+    """Seconds from the latest wake-up's request to its first ready decode worker; 0: it has not been woken yet."""
+    problem: str = ""
+    """Reason why a wake-up in progress makes no progress; empty: none is known."""
+    is_leaving: bool = False
+    """True if its controller ends its workers: new requests are refused, and running ones complete."""
+
+
+class ModelState(StrEnum):
+    """State of a model as a router sees it."""
+
+    READY = "ready"
+    ASLEEP = "asleep"
+    """It has no workers because nobody requested it; a request wakes it."""
+    WAKING = "waking"
+    """Its workers start after a sleep."""
+    DOWN = "down"
+    """No decode worker is ready."""
+    LEAVING = "leaving"
+    """It serves no new requests."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
+    """A model as the answering router serves it."""
+
     id: str
+    """Name under which clients request it."""
     path: str
+    content_id: str = ""
+    release: str = ""
+    share: float = 1.0
+    state: ModelState = ModelState.READY
+    pools: Mapping[str, PoolStatus] = field(default_factory=dict)
+    controller: ControllerInfo | None = None
+    held: int = 0
+    """Requests that wait until it is awake, at all routers."""
+    wake_s: float = 0.0
+    """See `ModelAnnouncement.wake_s`."""
 
 
 @dataclass(frozen=True, slots=True)

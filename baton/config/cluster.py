@@ -24,6 +24,9 @@ from baton.config.section import (
 from baton.errors import ConfigError
 
 Duration: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER, Must.be("more than 0")]
+EndpointName: TypeAlias = Annotated[
+    str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}$"), Must.be("1 to 63 letters, digits, dots, _ or -")
+]
 NumOrPercent: TypeAlias = Annotated[
     str, Field(pattern=r"^([0-9]{1,4}|100%|[0-9]{1,2}%)$"), Must.be("a number of workers, or a percentage up to 100%")
 ]
@@ -66,6 +69,10 @@ class ClusterConfig:
     `index.redis_url` starts with rediss://, and for the receiver of traces if `telemetry.otlp_tls` is set."""
     tls_name: String = "baton"
     """DNS name in the certificate of every member. It is verified instead of the members' addresses, which change."""
+    endpoint: EndpointName = "baton"
+    """Name of the endpoint at which the models of several controllers are served together. Routers serve the models of
+    all controllers that name the same endpoint in the same Redis, and keep accounts, usage and history for all of them
+    together."""
     name: String = ""
     """Name of this cluster, unique in its Ray cluster. Empty: `baton up` generates one; `baton run` requires one."""
     secret: String = ""
@@ -195,8 +202,11 @@ class AutoscaleConfig:
     """Decide and log, but change nothing."""
     min_prefill: NotNegative = 1
     """Minimum size of the prefill pool. Ignored in mode `aggregated`, which does not use that pool."""
-    min_decode: AtLeastOne = 1
-    """Minimum size of the decode pool."""
+    min_decode: NotNegative = 1
+    """Minimum size of the decode pool. 0, together with `min_prefill` 0: the model sleeps, without any worker, if it
+    had no request for `idle_s`. Routers hold the requests that arrive then, and the controller starts workers."""
+    idle_s: Duration = 900.0
+    """Time without a request after which a model that may sleep stops all of its workers, in seconds."""
     max_prefill: NotNegative = 0
     """Maximum size of the prefill pool; 0: limited by `max_workers` only."""
     max_decode: NotNegative = 0
@@ -218,7 +228,17 @@ class AutoscaleConfig:
     goodput_target: Share = 0.95
     """Share of requests that must meet their objectives before a worker may be stopped."""
 
+    @property
+    def may_sleep(self) -> bool:
+        """True if a model without requests stops all of its workers."""
+        return self.enabled and self.min_decode == 0
+
     def __post_init__(self) -> None:
+        if self.min_decode == 0 and self.min_prefill > 0:
+            raise ConfigError(
+                f"autoscale.min_decode 0 lets the model sleep, without any worker; set autoscale.min_prefill "
+                f"({self.min_prefill}) to 0 too, or autoscale.min_decode to 1"
+            )
         for pool, least, most in (
             ("prefill", self.min_prefill, self.max_prefill),
             ("decode", self.min_decode, self.max_decode),

@@ -69,6 +69,12 @@ class ModelConfig:
     """Model from Baton's catalogue, a Hugging Face hub id, or a local folder of safetensors."""
     served_name: String = ""
     """Model id that clients use. Empty: the last part of `id`."""
+    release: String = ""
+    """Name of this release of the model in metrics and in `baton status`, unique at its endpoint. Empty: `served_name`
+    with the first digits of the content id."""
+    share: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False), NUMBER, Must.be("0 to 1000000")] = 1.0
+    """Share of the sessions of `served_name`, relative to the other releases that serve the same name; 0: none. With 1
+    and 9, a tenth of the sessions goes to the first one."""
     path: String = ""
     """Resolved local folder; set by `baton up`."""
     revision: String = ""

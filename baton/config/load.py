@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 
+from baton.blocks import content_id
 from baton.cluster import Role
 from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfig
 from baton.config.engine import EngineConfig, ModelConfig
@@ -141,6 +142,11 @@ class Config:
         Only workers with the same identity exchange KV.
         """
         return f"{self.model.identity}\0batch_invariant" if self.engine.batch_invariant else self.model.identity
+
+    @property
+    def release(self) -> str:
+        """Name of the release of the model: the configured one, else the served name with digits of the content id."""
+        return self.model.release or f"{self.model.served_name}-{content_id(self.kv_identity)[:8]}"
 
     def for_controller(self) -> Config:
         """Return the configuration of the controller, without the routers' secret."""

@@ -114,6 +114,15 @@ class RouterConfig:
 
     id: String = "router-0"
     """Name of the router in Redis and in traces."""
+    own_model: Switch = True
+    """Serve the model of this configuration from the start. If false, the router needs no model: it serves the models
+    that controllers announce (`cluster.endpoint`). It serves those in any case."""
+    default_model: String = ""
+    """Model that serves requests that name none. Empty: the only model; if there are several, such requests are
+    refused."""
+    max_models: Annotated[int, Field(ge=1, le=1024), WHOLE, Must.be("1 to 1024")] = 64
+    """Maximum number of models that the router serves at a time; it ignores further announcements. Each takes the
+    memory of a tokenizer, about 100 MiB."""
     mode: Annotated[str, OneOf("auto", "disaggregated", "aggregated")] = "auto"
     """auto (decide per request), disaggregated (always prefill on a prefill worker) or aggregated (always prefill on
     the decode worker)."""
@@ -144,6 +153,13 @@ class RouterConfig:
     worker_wait_s: Float = 30.0
     """Maximum time that an admitted request waits for a worker to become ready. A router that has lost all workers
     continues to report itself ready for this long."""
+    wake_wait_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 300.0
+    """Maximum time that an admitted request waits until a model that sleeps is awake."""
+    max_held: AtLeastOne = 1000
+    """Maximum number of requests that wait until their models are awake; further ones are refused with 503. They do not
+    count against `max_in_flight` while they wait. One tenant may have half of them."""
+    held_bytes: AtLeastOne = 256 * 2**20
+    """Maximum size of the prompts of those requests."""
     pull_above_tokens: AtLeastOne = 64
     """Minimum number of additional cached tokens that another worker's prefix must have, compared with the worker that
     computes the prompt, before it is pulled. A number above the context window disables pulling."""

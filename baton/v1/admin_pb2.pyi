@@ -22,14 +22,22 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class GetStatusRequest(_message.Message):
+    """In every request, `model` names one model: its name for clients, the name of its release, or its content id. Empty: the
+    only one; in queries: all models.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
     def __init__(
         self,
+        *,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -67,7 +75,9 @@ class GetStatusResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     CONTROLLER_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def pools(self) -> _containers.MessageMap[_builtins.str, Global___Pool]: ...
+    def pools(self) -> _containers.MessageMap[_builtins.str, Global___Pool]:
+        """Sums over the models of the answer."""
+
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]: ...
     @_builtins.property
@@ -78,7 +88,7 @@ class GetStatusResponse(_message.Message):
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedModel]: ...
     @_builtins.property
     def controller(self) -> Global___Controller:
-        """Absent if no controller is known; then the pools cannot be changed."""
+        """Controller of the only model of the answer. Absent if no controller is known; then the pools cannot be changed."""
 
     def __init__(
         self,
@@ -102,12 +112,16 @@ Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
 class ListPoolsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
     def __init__(
         self,
+        *,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -158,12 +172,16 @@ Global___ListPoolsResponse: _TypeAlias = ListPoolsResponse  # noqa: Y015
 class ListWorkersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
     def __init__(
         self,
+        *,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -779,20 +797,23 @@ class ScalePoolRequest(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     DESIRED_FIELD_NUMBER: _builtins.int
     FORCE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     desired: _builtins.int
     force: _builtins.bool
     """Scale even if the workers do not fit on the machine. Applies to clusters that run on a single machine."""
+    model: _builtins.str
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
         desired: _builtins.int = ...,
         force: _builtins.bool = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "force", b"force", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "force", b"force", "model", b"model", "pool", b"pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -823,15 +844,18 @@ class DrainWorkerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
+    model: _builtins.str
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -863,17 +887,20 @@ class SetWorkerRoleRequest(_message.Message):
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
+    model: _builtins.str
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         role: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -905,19 +932,23 @@ class AddAdapterRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name under which clients request it: 1 to 128 letters, digits and _ . + / : @ = -, and not the served model's name."""
     path: _builtins.str
     """Folder with adapter_config.json and the weights, as an absolute path. Every worker must be able to read it."""
+    model: _builtins.str
+    """The base model."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         path: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "name", b"name", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -952,15 +983,18 @@ class RemoveAdapterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    model: _builtins.str
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -985,12 +1019,16 @@ Global___RemoveAdapterResponse: _TypeAlias = RemoveAdapterResponse  # noqa: Y015
 class ListAdaptersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
     def __init__(
         self,
+        *,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1017,6 +1055,40 @@ class ListAdaptersResponse(_message.Message):
 Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015
 
 @_typing.final
+class WakeModelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeModelRequest: _TypeAlias = WakeModelRequest  # noqa: Y015
+
+@_typing.final
+class WakeModelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeModelResponse: _TypeAlias = WakeModelResponse  # noqa: Y015
+
+@_typing.final
 class RegisteredAdapter(_message.Message):
     """A LoRA adapter that is served as a model."""
 
@@ -1028,6 +1100,7 @@ class RegisteredAdapter(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     SINCE_S_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     digest: _builtins.str
@@ -1038,6 +1111,8 @@ class RegisteredAdapter(_message.Message):
     """Size of its matrices."""
     since_s: _builtins.float
     """Seconds since 1970, on the clock of the router that registered it."""
+    model: _builtins.str
+    """Name of the base model."""
     def __init__(
         self,
         *,
@@ -1047,10 +1122,11 @@ class RegisteredAdapter(_message.Message):
         rank: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         since_s: _builtins.float = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "num_bytes", b"num_bytes", "path", b"path", "rank", b"rank", "since_s", b"since_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "model", b"model", "name", b"name", "num_bytes", b"num_bytes", "path", b"path", "rank", b"rank", "since_s", b"since_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1121,6 +1197,7 @@ class Worker(_message.Message):
     MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     ADAPTER_LOAD_S_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -1161,6 +1238,8 @@ class Worker(_message.Message):
     """Maximum number of LoRA adapters in memory at a time (`engine.max_adapters`); 0: the worker serves none."""
     adapter_load_s: _builtins.float
     """Time to load an adapter, in seconds, as the worker has measured it; 0: it has loaded none."""
+    release: _builtins.str
+    """Release of its model. A worker's id is unique among the workers of one release."""
     @_builtins.property
     def blocks(self) -> Global___Blocks: ...
     @_builtins.property
@@ -1219,10 +1298,11 @@ class Worker(_message.Message):
         max_adapters: _builtins.int = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         adapter_load_s: _builtins.float = ...,
+        release: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "computes", b"computes", "costs", b"costs", "state_rows", b"state_rows", "transfers", b"transfers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_load_s", b"adapter_load_s", "adapters", b"adapters", "address", b"address", "block_size", b"block_size", "blocks", b"blocks", "busy_s", b"busy_s", "chunk_tokens", b"chunk_tokens", "computed_tokens", b"computed_tokens", "computes", b"computes", "connections", b"connections", "content_id", b"content_id", "costs", b"costs", "engine", b"engine", "epoch", b"epoch", "id", b"id", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "node", b"node", "pid", b"pid", "preemptions", b"preemptions", "queued_tokens", b"queued_tokens", "role", b"role", "running", b"running", "sampler", b"sampler", "self_check", b"self_check", "state", b"state", "state_rows", b"state_rows", "transfers", b"transfers", "version", b"version", "waiting", b"waiting", "wire_compat", b"wire_compat"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_load_s", b"adapter_load_s", "adapters", b"adapters", "address", b"address", "block_size", b"block_size", "blocks", b"blocks", "busy_s", b"busy_s", "chunk_tokens", b"chunk_tokens", "computed_tokens", b"computed_tokens", "computes", b"computes", "connections", b"connections", "content_id", b"content_id", "costs", b"costs", "engine", b"engine", "epoch", b"epoch", "id", b"id", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "node", b"node", "pid", b"pid", "preemptions", b"preemptions", "queued_tokens", b"queued_tokens", "release", b"release", "role", b"role", "running", b"running", "sampler", b"sampler", "self_check", b"self_check", "state", b"state", "state_rows", b"state_rows", "transfers", b"transfers", "version", b"version", "waiting", b"waiting", "wire_compat", b"wire_compat"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1443,6 +1523,7 @@ class Router(_message.Message):
     REJECTED_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     READY_WORKERS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     pid: _builtins.int
     grpc: _builtins.str
@@ -1455,6 +1536,10 @@ class Router(_message.Message):
     version: _builtins.str
     ready_workers: _builtins.int
     """Workers that this router sees as ready."""
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoutedModel]:
+        """The same numbers by model."""
+
     def __init__(
         self,
         *,
@@ -1468,14 +1553,55 @@ class Router(_message.Message):
         rejected: _builtins.int = ...,
         version: _builtins.str = ...,
         ready_workers: _builtins.int = ...,
+        models: _abc.Iterable[Global___RoutedModel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc", b"grpc", "http", b"http", "id", b"id", "met", b"met", "mirror_lag_s", b"mirror_lag_s", "missed", b"missed", "pid", b"pid", "ready_workers", b"ready_workers", "rejected", b"rejected", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc", b"grpc", "http", b"http", "id", b"id", "met", b"met", "mirror_lag_s", b"mirror_lag_s", "missed", b"missed", "models", b"models", "pid", b"pid", "ready_workers", b"ready_workers", "rejected", b"rejected", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Router: _TypeAlias = Router  # noqa: Y015
+
+@_typing.final
+class RoutedModel(_message.Message):
+    """What a router counts of one model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_ID_FIELD_NUMBER: _builtins.int
+    MET_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    REJECTED_FIELD_NUMBER: _builtins.int
+    READY_WORKERS_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    content_id: _builtins.str
+    met: _builtins.int
+    missed: _builtins.int
+    rejected: _builtins.int
+    ready_workers: _builtins.int
+    in_flight: _builtins.int
+    """Requests in flight, and those of them that wait until the model is awake."""
+    held: _builtins.int
+    def __init__(
+        self,
+        *,
+        content_id: _builtins.str = ...,
+        met: _builtins.int = ...,
+        missed: _builtins.int = ...,
+        rejected: _builtins.int = ...,
+        ready_workers: _builtins.int = ...,
+        in_flight: _builtins.int = ...,
+        held: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_id", b"content_id", "held", b"held", "in_flight", b"in_flight", "met", b"met", "missed", b"missed", "ready_workers", b"ready_workers", "rejected", b"rejected"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoutedModel: _TypeAlias = RoutedModel  # noqa: Y015
 
 @_typing.final
 class Controller(_message.Message):
@@ -1596,19 +1722,73 @@ Global___StoreGarbage: _TypeAlias = StoreGarbage  # noqa: Y015
 class ServedModel(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class PoolsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___Pool: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___Pool | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ID_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    CONTENT_ID_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    CONTROLLER_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    WAKE_S_FIELD_NUMBER: _builtins.int
     id: _builtins.str
+    """Name under which clients request it."""
     path: _builtins.str
+    content_id: _builtins.str
+    release: _builtins.str
+    """Name of the release in metrics, and its share of the sessions of this id relative to other releases of the id."""
+    share: _builtins.float
+    state: _builtins.str
+    """"ready", "asleep", "waking", "down" (no worker is ready) or "leaving" (it serves no new requests)."""
+    held: _builtins.int
+    """Requests that wait until the model is awake, at all routers."""
+    wake_s: _builtins.float
+    """Seconds from the latest wake-up's request to its first ready decode worker; 0: not known."""
+    @_builtins.property
+    def pools(self) -> _containers.MessageMap[_builtins.str, Global___Pool]: ...
+    @_builtins.property
+    def controller(self) -> Global___Controller:
+        """Absent if no controller is known."""
+
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         path: _builtins.str = ...,
+        content_id: _builtins.str = ...,
+        release: _builtins.str = ...,
+        share: _builtins.float = ...,
+        state: _builtins.str = ...,
+        pools: _abc.Mapping[_builtins.str, Global___Pool] | None = ...,
+        controller: Global___Controller | None = ...,
+        held: _builtins.int = ...,
+        wake_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_id", b"content_id", "controller", b"controller", "held", b"held", "id", b"id", "path", b"path", "pools", b"pools", "release", b"release", "share", b"share", "state", b"state", "wake_s", b"wake_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -89,6 +89,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.WakeModel = channel.unary_unary(
+                '/baton.v1.Admin/WakeModel',
+                request_serializer=baton_dot_v1_dot_admin__pb2.WakeModelRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.WakeModelResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -171,6 +176,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WakeModel(self, request, context):
+        """Starts the workers of a model that sleeps, and returns immediately. No effect on a model that is awake.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -228,6 +240,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'WakeModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeModel,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.WakeModelRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.WakeModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -527,6 +544,33 @@ class Admin:
             '/baton.v1.Admin/ListAdapters',
             baton_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/WakeModel',
+            baton_dot_v1_dot_admin__pb2.WakeModelRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.WakeModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,6 +58,8 @@ class AdminStub:
     """Removes an adapter from the models. Running requests complete."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
     """Lists the registered adapters, ordered by name."""
+    WakeModel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WakeModelRequest, _admin_pb2.WakeModelResponse]
+    """Starts the workers of a model that sleeps, and returns immediately. No effect on a model that is awake."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -87,6 +89,8 @@ class AdminAsyncStub(AdminStub):
     """Removes an adapter from the models. Running requests complete."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Lists the registered adapters, ordered by name."""
+    WakeModel: _aio.UnaryUnaryMultiCallable[_admin_pb2.WakeModelRequest, _admin_pb2.WakeModelResponse]  # type: ignore[assignment]
+    """Starts the workers of a model that sleeps, and returns immediately. No effect on a model that is awake."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -179,5 +183,13 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]:
         """Lists the registered adapters, ordered by name."""
+
+    @_abc_1.abstractmethod
+    def WakeModel(
+        self,
+        request: _admin_pb2.WakeModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.WakeModelResponse, _abc.Awaitable[_admin_pb2.WakeModelResponse]]:
+        """Starts the workers of a model that sleeps, and returns immediately. No effect on a model that is awake."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

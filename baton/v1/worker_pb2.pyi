@@ -106,6 +106,49 @@ class SeenImage(_message.Message):
 Global___SeenImage: _TypeAlias = SeenImage  # noqa: Y015
 
 @_typing.final
+class ReadModelFilesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """Digest of the files, as announced. Others are refused."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadModelFilesRequest: _TypeAlias = ReadModelFilesRequest  # noqa: Y015
+
+@_typing.final
+class ReadModelFilesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the file, without a folder. A file may have several pieces, one after the other."""
+    piece: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        piece: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "piece", b"piece"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadModelFilesResponse: _TypeAlias = ReadModelFilesResponse  # noqa: Y015
+
+@_typing.final
 class ReadLogRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

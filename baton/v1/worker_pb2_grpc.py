@@ -310,6 +310,85 @@ class WorkerControl:
             _registered_method=True)
 
 
+class ModelFilesStub:
+    """The files with which a router writes prompts and reads answers: configuration, tokenizer and chat template, no weights.
+    Workers have it, and so has the controller as soon as it has a copy.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Read = channel.unary_stream(
+                '/baton.v1.ModelFiles/Read',
+                request_serializer=baton_dot_v1_dot_worker__pb2.ReadModelFilesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.ReadModelFilesResponse.FromString,
+                _registered_method=True)
+
+
+class ModelFilesServicer:
+    """The files with which a router writes prompts and reads answers: configuration, tokenizer and chat template, no weights.
+    Workers have it, and so has the controller as soon as it has a copy.
+    """
+
+    def Read(self, request, context):
+        """Returns the files in pieces, in the order of their names.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ModelFilesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Read': grpc.unary_stream_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.ReadModelFilesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.ReadModelFilesResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.ModelFiles', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.ModelFiles', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class ModelFiles:
+    """The files with which a router writes prompts and reads answers: configuration, tokenizer and chat template, no weights.
+    Workers have it, and so has the controller as soon as it has a copy.
+    """
+
+    @staticmethod
+    def Read(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.ModelFiles/Read',
+            baton_dot_v1_dot_worker__pb2.ReadModelFilesRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.ReadModelFilesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class WorkerLogStub:
     """A worker's log, for operators who reach the cluster through a router.
     """

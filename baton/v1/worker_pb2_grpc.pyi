@@ -148,6 +148,43 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
 
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class ModelFilesStub:
+    """The files with which a router writes prompts and reads answers: configuration, tokenizer and chat template, no weights.
+    Workers have it, and so has the controller as soon as it has a copy.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> ModelFilesAsyncStub: ...
+    Read: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadModelFilesRequest, _worker_pb2.ReadModelFilesResponse]
+    """Returns the files in pieces, in the order of their names."""
+
+@_typing.type_check_only
+class ModelFilesAsyncStub(ModelFilesStub):
+    """The files with which a router writes prompts and reads answers: configuration, tokenizer and chat template, no weights.
+    Workers have it, and so has the controller as soon as it has a copy.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Read: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadModelFilesRequest, _worker_pb2.ReadModelFilesResponse]  # type: ignore[assignment]
+    """Returns the files in pieces, in the order of their names."""
+
+class ModelFilesServicer(metaclass=_abc_1.ABCMeta):
+    """The files with which a router writes prompts and reads answers: configuration, tokenizer and chat template, no weights.
+    Workers have it, and so has the controller as soon as it has a copy.
+    """
+
+    @_abc_1.abstractmethod
+    def Read(
+        self,
+        request: _worker_pb2.ReadModelFilesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ReadModelFilesResponse], _abc.AsyncIterator[_worker_pb2.ReadModelFilesResponse]]:
+        """Returns the files in pieces, in the order of their names."""
+
+def add_ModelFilesServicer_to_server(servicer: ModelFilesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class WorkerLogStub:
     """A worker's log, for operators who reach the cluster through a router."""
 

@@ -1,4 +1,5 @@
-"""Names in Redis. `{ns}` is literal: the hash tag that keeps one content id in one slot of a Redis cluster.
+"""Names in Redis. `{ns}` is literal: the hash tag that keeps one content id, or one endpoint, in one slot of a Redis
+cluster. Names of the second list belong to an endpoint (`endpoint_namespace`), so that all of its models share them.
 
 kv:{ns}:boot               token, drawn by the first client that misses it: a new one means that the state was lost
 kv:{ns}:ev                 STREAM of block events, bounded by age, number and bytes
@@ -11,12 +12,15 @@ kv:{ns}:lease:<wid>        HASH epoch, info, load, and their signature (`kvstore
 kv:{ns}:epoch:<wid>        the highest epoch ever issued (kept for a day)
 kv:{ns}:claim:<wid>        the same, signed by a worker (kept as long)
 kv:{ns}:workers            SET of worker ids, so that no client scans the keyspace
-kv:{ns}:router:<id>        JSON                         PX lease
-kv:{ns}:routers            SET of router ids
 kv:{ns}:controller         JSON                         PX lease
 kv:{ns}:desired            HASH pool -> size
 kv:{ns}:adapters           STRING, all registered LoRA adapters (`kvstore/adapters/codec.py`)
 kv:{ns}:req:<n>:<t>:<d>:<id> HASH, a request in flight  PX a minute; tenant t of n characters, digest, request id
+
+kv:{ns}:model:<content id> JSON                         PX a minute
+kv:{ns}:models             SET of content ids
+kv:{ns}:router:<id>        JSON                         PX lease
+kv:{ns}:routers            SET of router ids
 kv:{ns}:acct:<t>           account of tenant t: its usage against its limits, answers in flight PX until nothing counts
 kv:{ns}:use:<n>:<t>:<id>   JSON, the writer of a request's usage record                        PX; names as in req
 kv:{ns}:hist:<slot>        HASH router's process -> JSON, its counters of ten seconds                   PX an hour
@@ -44,8 +48,13 @@ def key_kind(key: str) -> str:
     return KINDS.get(name, name)
 
 
+def endpoint_namespace(name: str) -> str:
+    """Return the namespace of an endpoint, which is no content id: those have no colon."""
+    return f"endpoint:{name}"
+
+
 class Keys:
-    """The names of the keys under one content id."""
+    """The names of the keys under one content id or one endpoint."""
 
     def __init__(self, namespace: str) -> None:
         self._prefix = f"kv:{{{namespace}}}:"
@@ -54,6 +63,7 @@ class Keys:
         self.event_bytes = self._prefix + "evb"
         self.workers = self._prefix + "workers"
         self.routers = self._prefix + "routers"
+        self.models = self._prefix + "models"
         self.desired = self._prefix + "desired"
         self.controller = self._prefix + "controller"
         self.held = self._prefix + "held"
@@ -74,6 +84,10 @@ class Keys:
     def router(self, router_id: str) -> str:
         """Return the key of a router's announcement."""
         return f"{self._prefix}router:{router_id}"
+
+    def model(self, content_id: str) -> str:
+        """Return the key of a model's announcement."""
+        return f"{self._prefix}model:{content_id}"
 
     def record(self, tenant_id: str, request_id: str, digest: bytes) -> str:
         """Return the key of a request's record; the length keeps tenant `a:b` and id `c` apart from `a` and `b:c`."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
+    from baton.cluster import ControllerInfo, ModelAnnouncement, RouterInfo, Worker, WorkerInfo, WorkerLoad
 
 
 class LeaseStore(Protocol):
@@ -53,12 +53,6 @@ class LeaseStore(Protocol):
     async def list_leases(self) -> dict[str, Worker | None]:
         """Return the live workers by id; None for a lease that cannot be read, for example one of another release."""
 
-    async def announce_router(self, info: RouterInfo) -> None:
-        """List the router for the duration of a lease."""
-
-    async def list_routers(self) -> list[RouterInfo]:
-        """Return the live routers, sorted by id."""
-
     async def announce_controller(self, info: ControllerInfo) -> None:
         """Register the controller for the duration of a lease."""
 
@@ -76,3 +70,34 @@ class LeaseStore(Protocol):
 
     async def close(self) -> None:
         """Close the store."""
+
+
+class EndpointStore(Protocol):
+    """Store of what the models of one endpoint share: the routers, and the models themselves.
+
+    Every method raises `StoreUnavailable` when the store cannot be reached; its effect is then unknown.
+    """
+
+    async def announce_router(self, info: RouterInfo) -> None:
+        """List the router for the duration of a lease."""
+
+    async def list_routers(self) -> list[RouterInfo]:
+        """Return the live routers, sorted by id."""
+
+    async def announce_model(self, model: ModelAnnouncement) -> None:
+        """List the model for `MODEL_LEASE_S`."""
+
+    async def list_models(self) -> list[ModelAnnouncement]:
+        """Return the announced models, sorted by content id; at most `MAX_MODELS`."""
+
+    async def boot(self) -> str:
+        """Return a token that changes whenever the store starts without its state."""
+
+    async def close(self) -> None:
+        """Close the store."""
+
+
+MODEL_LEASE_S = 60.0
+"""Time for which an announcement lists a model. It is longer than the restart of a controller."""
+MAX_MODELS = 1024
+"""Maximum number of models that a reader accepts."""
