@@ -232,11 +232,15 @@ class Claim:
 
 @dataclass(slots=True)
 class SloCounts:
-    """SLO outcomes of requests since the router started. Cancelled requests are not counted."""
+    """SLO outcomes of a model's requests since the router started. Cancelled requests are not counted."""
 
     met: int = 0
     missed: int = 0
     rejected: int = 0
+    in_flight: int = 0
+    """Requests that have arrived and not ended."""
+    held: int = 0
+    """Those of them that wait until the model is awake."""
 
 
 def claim_of(request: GenerateRequest, tenant: Tenant, config: RouterConfig, arrived_s: float) -> Claim:

@@ -289,6 +289,8 @@ class Timeline(_Log[RequestEvent]):
     """Empty: it has none yet."""
     tenant: str
     model: str
+    release: str = ""
+    """Release of the model that serves it; empty: it was refused before one was chosen."""
     operation: str
     """chat or text_completion."""
     is_streamed: bool = False

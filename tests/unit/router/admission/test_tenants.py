@@ -29,10 +29,10 @@ from deploy.operator.client import Client
 from router.admission.tenants import DEFAULT_TENANT, Tenant, TenantBook, api_key_of
 from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentication
 from router.api.openai import error_body
-from router.api.orders import ControllerClient
 from router.prompt import SequenceBuilder
 from router.timeline.log import RequestLog
-from tests.support.builders import cluster_status, no_adapters
+from tests.support.builders import cluster_status
+from tests.support.models import operated
 
 
 def digest(key: str) -> str:
@@ -245,7 +245,7 @@ NOTHING_RUNS = cluster_status(redis_ok=False)
 async def connection(book: TenantBook) -> AsyncGenerator[grpc.aio.Channel]:
     rpc = RpcServer(SERVICE_NAMES, [Authentication(book)])
     inference_pb2_grpc.add_InferenceServicer_to_server(SERVICER, rpc.server)
-    admin = AdminServicer(lambda: NOTHING_RUNS, RequestLog(), ControllerClient(lambda: None), no_adapters())
+    admin = AdminServicer(lambda models: NOTHING_RUNS, RequestLog(), operated())
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()

@@ -112,7 +112,7 @@ async def test_every_choice_is_charged(router: Router) -> None:
 async def test_a_client_that_comes_back_with_no_token_has_one_usage_record(router: Router, tmp_path: Path) -> None:
     log = tmp_path / "usage.jsonl"
     book = UsageBook(UsageFile(str(log)), MemoryMarks(), Instruments(cluster_status))
-    router.service.requests.usage_book = book
+    router.front.requests.usage_book = book
     await read(router, asked(request_id="again"), most=3)
     await read(router, asked(request_id="again", resume_from={0: 0}))
     await book.close()
