@@ -7,7 +7,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from baton.cluster import ClusterStatus, Role, ServedModel, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import (
+    ClusterStatus,
+    ModelAnnouncement,
+    Role,
+    ServedModel,
+    Worker,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
 from baton.costs import StepCosts
 from baton.messages import Adapter, SequenceSpec
 from baton.registered_adapters import RegisteredAdapter
@@ -43,6 +52,16 @@ def worker_info(worker_id: str = "w", role: Role = Role.DECODE, **values: Any) -
         "max_model_len": 8192,
     }
     return WorkerInfo(id=worker_id, role=role, **defaults | values)
+
+
+def model_announcement(content_id: str = "c" * 32, **values: Any) -> ModelAnnouncement:
+    """A model as its controller announces it.
+
+    Args:
+        values: further fields of `ModelAnnouncement`.
+    """
+    defaults: dict[str, Any] = {"name": "m", "path": "/models/m", "release": "m-1", "files": "f" * 64}
+    return ModelAnnouncement(content_id=content_id, **defaults | values)
 
 
 def worker(worker_id: str = "w", role: Role = Role.DECODE, load: WorkerLoad = READY, **values: Any) -> Worker:
