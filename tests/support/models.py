@@ -5,14 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from baton.cluster import ModelAnnouncement, Worker
+from baton.cluster import Worker
 from router.cluster.orders import ControllerClient
 from router.models.operated import OperatedModels
 from router.models.table import ModelTable, Release
 from router.request.resume import CallsInFlight
 from router.serve.worker_client import WorkerClient
 from router.timeline.log import RequestLog
-from tests.support.builders import no_adapters
+from tests.support.builders import model_announcement, no_adapters
 
 
 def release(service: Any, name: str = "", content_id: str = "content", share: float = 1.0) -> Release:
@@ -43,7 +43,7 @@ def operated(
 ) -> OperatedModels:
     """The only model of a router as operators reach it, with stand-ins for what carries out their orders."""
     entry: Any = SimpleNamespace(
-        announcement=announcement(name, content_id),
+        announcement=model_announcement(content_id, name=name, release=f"{name}-1"),
         model=SimpleNamespace(content_id=content_id, facts=SimpleNamespace(id=name)),
         pools=SimpleNamespace(workers=workers),
         controller=controller or ControllerClient(lambda: None),
@@ -51,9 +51,3 @@ def operated(
         adapters=adapters or no_adapters(),
     )
     return OperatedModels(lambda: (entry,))
-
-
-def announcement(name: str = "tiny", content_id: str = "content", **values: Any) -> ModelAnnouncement:
-    """What the controller of a model announces."""
-    defaults: dict[str, Any] = {"path": f"/models/{name}", "release": f"{name}-{content_id}", "files": "ab" * 32}
-    return ModelAnnouncement(content_id=content_id, name=name, **defaults | values)
