@@ -219,8 +219,9 @@ class RouterService:
             QuotaExceeded, Overloaded, NoWorker, WorkerFailed, TransferError: the request could not be served.
             Conflict: another call has taken over the request.
         """
-        facts = self.facts.of(tenant)
-        with self.requests.recording(request, tenant, ingress, trace, self.name_of(request.model)) as recording:
+        name = self.name_of(request.model)
+        facts = self.facts.of(tenant, name)
+        with self.requests.recording(request, tenant, ingress, trace, name) as recording:
             timeline = recording.timeline
             adapter = check_model(request.model, facts, self._adapters()) if self._is_other(request.model) else None
             check_request_id(request.request_id)
@@ -235,7 +236,7 @@ class RouterService:
                 self.calls.entered(key) as call,
                 self._image_memory.holding(request.prompt, tenant.id) as encoded,
             ):
-                recording.charge = self._accounts.arrive(tenant, params.num_answers)
+                recording.charge = self._accounts.arrive(tenant, params.num_answers, name)
                 prompt = await self._prompt(request, encoded, params, tenant)
                 params = with_lengths(
                     params, request.sampling, len(prompt.token_ids), facts, shortens=request.shortens_answer
