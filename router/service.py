@@ -235,8 +235,9 @@ class RouterService:
             QuotaExceeded, Overloaded, NoWorker, WorkerFailed, TransferError: the request could not be served.
             Conflict: another call has taken over the request.
         """
-        facts = self.facts.of(tenant)
-        served = Served(self.name_of(request.model), self.model.release, self._slo_counts)
+        name = self.name_of(request.model)
+        facts = self.facts.of(tenant, name)
+        served = Served(name, self.model.release, self._slo_counts)
         with self._requests.recording(request, tenant, ingress, trace, served) as recording:
             timeline = recording.timeline
             adapter = check_model(request.model, facts, self._adapters()) if self._is_other(request.model) else None
@@ -252,7 +253,7 @@ class RouterService:
                 self._calls.entered(key) as call,
                 self._image_memory.holding(request.prompt, tenant.id) as encoded,
             ):
-                recording.charge = self._accounts.arrive(tenant, params.num_answers)
+                recording.charge = self._accounts.arrive(tenant, params.num_answers, name)
                 prompt = await self._prompt(request, encoded, params, tenant)
                 params = with_lengths(
                     params, request.sampling, len(prompt.token_ids), facts, shortens=request.shortens_answer

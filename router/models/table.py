@@ -141,7 +141,7 @@ class ModelTable:
             holders = tuple(each for each in self._releases.values() if name in each.service.adapters)
             if holders:
                 return _with_shares(holders)
-        raise model_not_found(name, self._names(tenant))
+        raise model_not_found(name, tuple(self._names(tenant)))
 
     def _unnamed(self, tenant: Tenant) -> tuple[Release, ...]:
         if self._default:

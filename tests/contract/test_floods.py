@@ -99,7 +99,7 @@ class Scene:
         await self.records.write([RecordEntry(KEY, DIGEST, b"router-a", [part])], [])
         await self.marks.swap(KEY, await self.marks.get(KEY), UsageMark(digest="d", token="t"))
         await self.history.write(7, "r0", {"requests": 1.0})
-        await self.ledger.book(ENTRY)
+        await self.ledger.book([ENTRY])
 
     async def renew(self) -> None:
         assert await self.worker.renew(worker_info("good", epoch=self.epoch, address="good:1"), READY)
@@ -164,7 +164,7 @@ class Scene:
         return await self.history.read([7])
 
     async def account(self) -> object:
-        answer = await self.ledger.book(ENTRY)
+        (answer,) = await self.ledger.book([ENTRY])
         return answer.refused_by, answer.used
 
     async def acquired(self) -> object:

@@ -258,7 +258,7 @@ INVALID = {
     "empty ids": (asked(token_ids=ids()), "empty"),
     "too long": (asked(token_ids=ids(*[5] * 9000)), "shorten"),
     "no room": (asked(token_ids=ids(*[5] * 8000), sampling={"max_tokens": 400}), "lower max_tokens"),
-    "unknown model": (asked(text="a", model="gpt-4"), "not served here"),
+    "unknown model": (asked(text="a", model="gpt-4"), "does not exist"),
     "unknown role": (asked(chat=chat(("wizard", "hi"))), "role"),
     "ids out of range": (asked(token_ids=ids(VOCABULARY)), "vocabulary"),
     "negative max_tokens": (asked(text="a", sampling={"max_tokens": -1}), "max_tokens must be at least 1"),
@@ -300,7 +300,7 @@ async def test_a_bad_request_is_refused_with_a_sentence_and_no_worker_hears_of_i
     router: Router, message: inference_pb2.GenerateRequest, part_of_sentence: str
 ) -> None:
     code, sentence = await router.refusal(message)
-    is_unknown = part_of_sentence == "not served here"
+    is_unknown = part_of_sentence == "does not exist"
     assert code is (grpc.StatusCode.NOT_FOUND if is_unknown else grpc.StatusCode.INVALID_ARGUMENT)
     assert part_of_sentence in sentence
     assert router.driver.num_asked == 0
