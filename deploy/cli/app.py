@@ -18,7 +18,7 @@ from deploy.say import say
 COMMANDS = {
     "up": (
         "serve:up",
-        "Serve a model on this machine: Redis, Ray, both pools and the routers. Ctrl-C stops everything.",
+        "Serve models on this machine: Redis, Ray, the pools and the routers. Ctrl-C stops everything.",
     ),
     "run": (
         "serve:run",
