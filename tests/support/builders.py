@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.config import RouterConfig
 from baton.costs import StepCosts
+from baton.errors import NoController
 from baton.messages import Adapter, SequenceSpec
 from baton.registered_adapters import RegisteredAdapter
 from baton.sampling import SamplingParams
@@ -18,6 +20,8 @@ from router.admission.tenants import DEFAULT_TENANT
 from router.admission.validate import Claim
 from router.api.orders import AdapterOrders
 from router.placement import NO_OBJECTIVE, Weights
+from router.placement.pool_view import PoolView
+from router.serve import Waker
 from router.serve.worker_client import WorkerClient
 
 READY = WorkerLoad(state=WorkerState.READY)
@@ -106,6 +110,15 @@ def claim(**values: Any) -> Claim:
         "arrived_s": time.monotonic(),
     }
     return Claim(**defaults | values)
+
+
+def waker(pools: PoolView, config: RouterConfig | None = None) -> Waker:
+    """Of a model without a controller."""
+
+    async def wake() -> None:
+        raise NoController("no controller is known")
+
+    return Waker(pools, wake, config or RouterConfig())
 
 
 def cluster_status(*workers: Worker, **values: Any) -> ClusterStatus:

@@ -55,7 +55,7 @@ from router.service import RouterService
 from router.timeline.usage_log import UsageBook
 from router.timeline.usage_marks import MemoryMarks
 from tests.support.asking import VOCABULARY
-from tests.support.builders import cluster_status
+from tests.support.builders import cluster_status, waker
 from tests.support.waiting import until
 
 MODEL = "smollm2-135m-instruct"
@@ -162,7 +162,7 @@ class Router:
                 facts=facts,
             ),
             driver=stand_in,
-            looker=ImageLooker(pools=self.pools, client=self.client, config=RouterConfig()),
+            looker=ImageLooker(pools=self.pools, client=self.client, config=RouterConfig(), waker=waker(self.pools)),
             limiter=self.limiter,
             accounts=self.accounts,
             journal=self.journal,
