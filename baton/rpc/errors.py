@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from baton import wire
-from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerFailed, error_of, kind_of
+from baton.errors import BatonError, InvalidRequest, WorkerFailed, error_of, kind_of
 from baton.messages import Failed
 
 ERROR_KEY = "baton-error"
@@ -159,7 +159,7 @@ async def abort(context: CallContext, error: BatonError) -> NoReturn:
         CancelledError: the client has left in the meantime; gRPC would log that as a defect.
     """
     metadata = [(ERROR_KEY, kind_of(error))]
-    if isinstance(error, Overloaded):
+    if error.retry_after_s is not None:
         metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))
     # Longer texts break grpc's limit on trailers, and the client would see that error instead.
     try:
@@ -200,8 +200,7 @@ def is_lost(error: grpc.RpcError) -> bool:
 
 def to_failed(error: BatonError) -> Failed:
     """Encode an error as a message; long texts are cut, as in `abort`."""
-    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
-    return Failed(kind_of(error), str(error)[:MAX_MESSAGE_CHARACTERS], retry_after_s)
+    return Failed(kind_of(error), str(error)[:MAX_MESSAGE_CHARACTERS], error.retry_after_s or 0.0)
 
 
 def from_failed(failed: Failed, peer: str) -> BatonError:

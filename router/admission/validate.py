@@ -272,7 +272,14 @@ class Claim:
     objective: Objective
     weights: Weights
     arrived_s: float
-    """Arrival of the request, on the monotonic clock."""
+    """Arrival of the request, on the monotonic clock, or its release if it was held: its objectives count from here."""
+    was_held: bool = False
+    """True if the router has held it until its model was awake. It was accepted then, so it is not refused because many
+    held requests come at once."""
+
+    def released(self, now_s: float) -> Claim:
+        """Return the claim of a request that was held until now."""
+        return replace(self, arrived_s=now_s, was_held=True)
 
 
 @dataclass(slots=True)

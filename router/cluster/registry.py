@@ -361,25 +361,39 @@ class Dependencies:
 
 
 class Readiness:
-    """Decides whether a router is ready: as soon as it has workers, and for `timeout_s` after it has lost them.
+    """Decides whether a router is ready: as soon as it can serve one of its models, and for `timeout_s` after the last.
+
+    A model that is asleep or wakes counts as served, because requests for it are held. So does a router without models
+    that knows that there are none: it answers rightly that a model does not exist.
 
     All routers usually lose their workers at the same time. If none of them was ready then, a load balancer would
     refuse clients although a short wait is enough. The cost is that clients leave a router that alone has lost its
     workers later by `timeout_s`.
 
     Args:
+        pools: returns the pools of each model.
         needs_prefill: requests also need a prefill worker.
         timeout_s: time for which a request waits for a worker (`router.worker_wait_s`).
         clock: monotonic seconds.
+        has_read: returns whether the router has read which models there are.
     """
 
-    def __init__(self, pools: PoolView, needs_prefill: bool, timeout_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        pools: Callable[[], Sequence[PoolView]],
+        needs_prefill: bool,
+        timeout_s: float,
+        clock: Callable[[], float],
+        *,
+        has_read: Callable[[], bool],
+    ) -> None:
         self._pools = pools
         self._needs_prefill = needs_prefill
         self._timeout_s = timeout_s
         self._clock = clock
+        self._has_read = has_read
         self._served_at_s: float | None = None
-        """Time at which the needed workers were last ready."""
+        """Time at which it could last serve."""
         self._is_stopping = False
 
     def why_not(self) -> str:
@@ -397,8 +411,19 @@ class Readiness:
         self._is_stopping = True
 
     def _lacking(self) -> str:
-        if not self._pools.is_ready(Role.DECODE):
+        models = self._pools()
+        if not models:
+            return "" if self._has_read() else "the models of the endpoint are not known yet"
+        reasons = [self._lacking_of(pools) for pools in models]
+        if not all(reasons):
+            return ""
+        return reasons[0] if len(reasons) == 1 else f"none of {len(reasons)} models can be served: {reasons[0]}"
+
+    def _lacking_of(self, pools: PoolView) -> str:
+        if pools.sleeps:
+            return ""
+        if not pools.is_ready(Role.DECODE):
             return "no decode worker is ready"
-        if self._needs_prefill and not self._pools.is_ready(Role.PREFILL):
+        if self._needs_prefill and not pools.is_ready(Role.PREFILL):
             return "no prefill worker is ready, and router.mode is disaggregated"
         return ""

@@ -36,6 +36,13 @@ class Arrived(NamedTuple):
     at_s: float
 
 
+class Held(NamedTuple):
+    """The model is awake, and has taken the request, which the router held until then."""
+
+    at_s: float
+    held_s: float
+
+
 class Admitted(NamedTuple):
     """The request is valid, within its tenant's limits, and tokenized."""
 
@@ -177,7 +184,7 @@ class Finished(NamedTuple):
     reason: FinishReason
 
 
-RequestEvent = Arrived | Admitted | FirstTokenSent | Ended
+RequestEvent = Arrived | Held | Admitted | FirstTokenSent | Ended
 ChoiceEvent = (
     Attempted
     | Placed

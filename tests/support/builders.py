@@ -17,7 +17,9 @@ from baton.cluster import (
     WorkerLoad,
     WorkerState,
 )
+from baton.config import RouterConfig
 from baton.costs import StepCosts
+from baton.errors import NoController
 from baton.messages import Adapter, SequenceSpec
 from baton.registered_adapters import RegisteredAdapter
 from baton.sampling import SamplingParams
@@ -27,6 +29,8 @@ from router.admission.tenants import DEFAULT_TENANT
 from router.admission.validate import Claim
 from router.cluster.orders import AdapterOrders
 from router.placement import NO_OBJECTIVE, Weights
+from router.placement.pool_view import PoolView
+from router.serve import Waker
 from router.serve.worker_client import WorkerClient
 
 READY = WorkerLoad(state=WorkerState.READY)
@@ -125,6 +129,15 @@ def claim(**values: Any) -> Claim:
         "arrived_s": time.monotonic(),
     }
     return Claim(**defaults | values)
+
+
+def waker(pools: PoolView, config: RouterConfig | None = None) -> Waker:
+    """Of a model without a controller."""
+
+    async def wake() -> None:
+        raise NoController("no controller is known")
+
+    return Waker(pools, wake, config or RouterConfig())
 
 
 def cluster_status(*workers: Worker, **values: Any) -> ClusterStatus:

@@ -56,7 +56,7 @@ from router.service import Front, RouterService
 from router.timeline.usage_log import UsageBook
 from router.timeline.usage_marks import MemoryMarks
 from tests.support.asking import VOCABULARY
-from tests.support.builders import cluster_status
+from tests.support.builders import cluster_status, waker
 from tests.support.models import release
 from tests.support.waiting import until
 
@@ -167,7 +167,7 @@ class Router:
             ),
             self.front,
             driver=stand_in,
-            looker=ImageLooker(pools=self.pools, client=self.client, config=RouterConfig()),
+            looker=ImageLooker(pools=self.pools, client=self.client, config=RouterConfig(), waker=waker(self.pools)),
             journal=self.journal,
             slo_counts=SloCounts(),
             adapters=lambda: self.adapters,

@@ -337,7 +337,9 @@ async def dispatching(
         await pools.update([leased(name, address, fields, roles[name]) for name, fields in known.items()])
         instruments = Instruments(builders.cluster_status)
         hints, config = HintTracker(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=worker_wait_s)
-        driver = ChoiceDriver(pools=pools, client=calls, hints=hints, config=config, instruments=instruments)
+        driver = ChoiceDriver(
+            pools=pools, client=calls, hints=hints, config=config, instruments=instruments, waker=builders.waker(pools)
+        )
 
         async def serve(spec: SequenceSpec, choice: Choice) -> list[int]:
             choice.spec = spec
