@@ -22,6 +22,8 @@ from baton.messages import Failed
 
 ERROR_KEY = "baton-error"
 RETRY_AFTER_KEY = "retry-after"
+USUAL_RETRY_S = 1.0
+"""Seconds after which a call is tried again if the peer says nothing else."""
 MAX_MESSAGE_CHARACTERS = 1024
 CLIENTS_METHODS = ("/baton.v1.Inference/", "/baton.v1.Admin/")
 CallContext = grpc.aio.ServicerContext[Any, Any]
@@ -183,8 +185,11 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
     details = error.details() or error.code().name
     if ERROR_KEY not in metadata:
         return WorkerFailed(f"{peer} broke off: {error.code().name}: {details}")
-    failed = Failed(str(metadata[ERROR_KEY]), details, float(metadata.get(RETRY_AFTER_KEY, 1.0)))
-    return from_failed(failed, peer)
+    try:
+        retry_after_s = float(metadata.get(RETRY_AFTER_KEY, USUAL_RETRY_S))
+    except ValueError:
+        retry_after_s = USUAL_RETRY_S
+    return from_failed(Failed(str(metadata[ERROR_KEY]), details, retry_after_s), peer)
 
 
 def is_lost(error: grpc.RpcError) -> bool:
