@@ -355,6 +355,8 @@ class ControllerInfo:
     pid: int
     address: str
     """host:port of its `Admin` service."""
+    cluster: str = ""
+    """Name of its cluster, which is the Ray namespace of its workers; empty: its release does not report it."""
     scaling: tuple[PoolScaling, ...] = ()
     """Empty: the autoscaler is off, or has not decided yet."""
     version: str = ""
