@@ -43,6 +43,10 @@ COMMANDS = {
         "Drain a worker: its requests migrate to other workers, and a new worker replaces it. Waits until it is gone.",
     ),
     "role": ("operate:role", "Move a worker with its cache to the other pool, and adjust the sizes of both pools."),
+    "wake": (
+        "operate:wake",
+        "Start the workers of a model that sleeps, before a request does. A model that is awake is left as it is.",
+    ),
     "adapters": (
         "operate:adapters",
         "List, add or remove LoRA adapters, which clients request by name like models.",
