@@ -85,9 +85,14 @@ check: $(STAMP) proto-is-current
 	@$(BIN)/mypy & types=$$!; $(PYTEST) -q -n 4 --no-loadscope-reorder --hypothesis-profile check \
 		-m fast $(FAST_TESTS); tests=$$?; wait $$types && exit $$tests
 
-PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+# $(call GENERATE,FOLDER,PATH OF IMPORTS,FILES): modules of a contract, which stand where its files do on that path.
+GENERATE = $(BIN)/python -m grpc_tools.protoc -I$(2) --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
-	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) proto/baton/v1/*.proto
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(3)
+# Envoy's contract has Envoy's folder, and its modules stand inside Baton: beside others, a package `envoy` would collide.
+EXT_PROC := proto/envoy/service/ext_proc/v3
+PROTOC = $(call GENERATE,$(1),proto,proto/baton/v1/*.proto) && \
+	$(call GENERATE,$(1),router/picker/v3=$(EXT_PROC),router/picker/v3/external_processor.proto)
 
 proto: $(STAMP)
 	$(call PROTOC,.)
@@ -104,8 +109,9 @@ generated: $(STAMP)
 proto-is-current: $(STAMP)
 	@rm -rf $(VENV)/proto && mkdir -p $(VENV)/proto
 	@$(call PROTOC,$(VENV)/proto)
-	@diff -r --exclude=__init__.py --exclude=__pycache__ $(VENV)/proto/baton/v1 baton/v1 \
-		|| (echo "baton/v1 differs from proto/: run 'make proto' and commit the result"; exit 1)
+	@for modules in baton/v1 router/picker/v3; do \
+		diff -r --exclude=__init__.py --exclude=__pycache__ $(VENV)/proto/$$modules $$modules \
+			|| { echo "$$modules differs from proto/: run 'make proto' and commit the result"; exit 1; }; done
 
 $(TOOLS)/.installed: Makefile
 	@$(PYTHON) -m venv $(TOOLS)

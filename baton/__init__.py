@@ -6,8 +6,9 @@ The types are in plain modules (`api`, `messages`, `cluster`, `blocks`, `samplin
 that cannot be enforced, `template` renders chats, and `sandbox` limits the resources of both. Protobuf stops at `wire`;
 `rpc` is gRPC; `trust` authenticates the members of a cluster; `tls` has the certificates. `plain_files`,
 `weights_files`, `tokenizer_file` and `own_files` read untrusted files, `tokenizer_classes` lists transformers'
-replacements for a tokenizer's file, and `visible` escapes untrusted text. `telemetry` declares every metric, and `v1`
-is generated from `proto/`. This package imports no other package of the product.
+replacements for a tokenizer's file, and `visible` escapes untrusted text. `serving_files` are the files of a model that
+a router needs. `telemetry` declares every metric, and `v1` is generated from `proto/`. This package imports no other
+package of the product.
 """
 
 import os
@@ -50,6 +51,7 @@ __all__ = [
     "sampling",
     "sandbox",
     "scores",
+    "serving_files",
     "spelling",
     "structure",
     "tasks",

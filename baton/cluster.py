@@ -355,6 +355,8 @@ class ControllerInfo:
     pid: int
     address: str
     """host:port of its `Admin` service."""
+    cluster: str = ""
+    """Name of its cluster, which is the Ray namespace of its workers; empty: its release does not report it."""
     scaling: tuple[PoolScaling, ...] = ()
     """Empty: the autoscaler is off, or has not decided yet."""
     version: str = ""
@@ -484,8 +486,8 @@ class ClusterStatus:
     models: tuple[ServedModel, ...]
     controller: ControllerInfo | None = None
     """None: no controller is known."""
-    mirrored_blocks: dict[str, int] = field(default_factory=dict)
-    """Number of blocks of each worker in the answering router's mirror of the index."""
+    mirrored_blocks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Content id -> worker -> number of its blocks in the answering router's mirror of the model's index."""
     store_garbage: tuple[StoreGarbage, ...] = ()
     """Unreadable values that the answering router has met."""
     malformed: int = 0
@@ -494,5 +496,5 @@ class ClusterStatus:
     """None: the answering router has not read it, or has no permission."""
     certificates: tuple[CertificateTerm, ...] = ()
     """Validity periods of the answering router's certificates; empty: it uses plain text."""
-    adapters: Adapters = field(default_factory=dict)
-    """Registered LoRA adapters by name, as the answering router knows them."""
+    adapters: Mapping[str, Adapters] = field(default_factory=dict)
+    """Content id -> registered LoRA adapters of the model by name, as the answering router knows them."""

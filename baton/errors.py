@@ -14,6 +14,7 @@
     ├── Overloaded                 RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
     │   └── QuotaExceeded          RESOURCE_EXHAUSTED   429   the tenant has exhausted one of its limits
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
+    │   └── ModelWaking            UNAVAILABLE          503   a model wakes, and enough requests wait for it already
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
     │   ├── NotAMember             UNAUTHENTICATED      503   a call between members without a valid proof
     │   ├── DeviceLost             UNAVAILABLE          503   its device no longer computes: the process must end
@@ -55,6 +56,8 @@ class BatonError(Exception):
 
     status: ClassVar[str] = "INTERNAL"
     http: ClassVar[int] = 500
+    retry_after_s: float | None = None
+    """Seconds after which the client may try again; None: unknown."""
 
 
 class InvalidRequest(BatonError):
@@ -132,6 +135,7 @@ class Unsupported(BatonError):
 class Overloaded(BatonError):
     status = "RESOURCE_EXHAUSTED"
     http = 429
+    retry_after_s: float
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -149,6 +153,16 @@ class QuotaExceeded(Overloaded):
 class NoWorker(BatonError):
     status = "UNAVAILABLE"
     http = 503
+
+
+class ModelWaking(NoWorker):
+    """A router holds as many requests as it may until their models are awake. It is a matter of time, not of load."""
+
+    retry_after_s: float
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class WorkerFailed(BatonError):
@@ -286,7 +300,7 @@ def error_of(kind: str, message: str, retry_after_s: float = 1.0) -> BatonError 
     cls = _CLASSES.get(kind, BatonError)
     if cls is BatonError:
         return None
-    return cls(message, retry_after_s) if issubclass(cls, Overloaded) else cls(message)
+    return cls(message, retry_after_s) if issubclass(cls, Overloaded | ModelWaking) else cls(message)
 
 
 def text_of(error: BatonError) -> str:

@@ -7,15 +7,15 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from baton import garbage
 from baton.addresses import address_of
-from baton.api import ModelCard
-from baton.blocks import content_id
-from baton.cluster import VERSION, Role, RouterInfo, ServedModel
+from baton.cache_folder import cache_dir, own_part
+from baton.cluster import VERSION, RouterInfo
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
@@ -26,28 +26,27 @@ from baton.telemetry.instruments import Instruments
 from baton.tls import Tls, endpoint_tls, member_tls
 from baton.trust import KeyFile, Principal, open_keys
 from baton.v1 import admin_pb2_grpc
-from kvstore.adapters import RedisAdapters
-from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, RedisIndex, Seal
-from kvstore.leases import RedisLeases, RedisRecords, ReportedLoads
-from router.admission import Accounts, Ledger, Limiter, ModelFacts, RedisLedger, SloCounts
+from kvstore.index import GarbageBook, RedisConnection, Seal
+from kvstore.index.keys import endpoint_namespace
+from kvstore.leases import EndpointStore, RedisEndpoint
+from router.admission import Accounts, Ledger, RedisLedger
 from router.admission.tenants import TenantBook, TenantsFile
-from router.answer import AnswerFormat
 from router.api.grpc_api import MAX_MESSAGE_BYTES, SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
 from router.api.http import HttpServer, connection_limits, http_servers
 from router.api.operations import Operations
-from router.api.orders import AdapterOrders, ControllerClient
 from router.api.places import OpenConnections
+from router.api.sessions import opening_of
 from router.cluster.history import ClusterHistory, HistoryStore, RedisHistory
-from router.cluster.registry import Dependencies, Readiness, Registry
+from router.cluster.registry import Dependencies, EndpointWatch, Readiness
 from router.cluster.watch import AlertBook, AlertWatch, LoadMeter
-from router.placement.pool_view import UNKNOWN_LENGTH, HintTracker, PoolView
-from router.prompt import Tokenizer
+from router.models.entry import ModelEntry, ModelStores, Shared, load_model, own_announcement
+from router.models.files import ModelFileCache
+from router.models.follower import ModelFollower
+from router.models.operated import OperatedModels
+from router.models.table import ModelTable
+from router.picker import Picker, Sources, Wanted
 from router.request.model import LoadedModel
-from router.request.resume import Journal
-from router.serve.driver import ChoiceDriver
-from router.serve.images import ImageLooker
-from router.serve.worker_client import WorkerClient
-from router.service import RouterService
+from router.service import Front
 from router.timeline.log import Ingress
 from router.timeline.usage_log import UsageBook, UsageFile
 from router.timeline.usage_marks import MarkStore, RedisMarks
@@ -56,61 +55,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Store:
-    """The router's connections to Redis and the stores that use them."""
-
-    redis: RedisConnection
-    leases: RedisLeases
-    index: RedisIndex
-    mirror: Mirror
-    follower: MirrorFollower
-    journal: Journal
-    ledger: Ledger
-    """The accounts own and close it."""
-    marks: MarkStore
-    """The usage book owns and closes them."""
-    dependencies: Dependencies
-    history: HistoryStore
-    """The cluster's history owns and closes it."""
-    adapters: RedisAdapters
-
-    @staticmethod
-    def connect(config: Config, content: str, keys: KeyFile | None, tls: Tls | None, endpoint: Tls | None) -> _Store:
-        garbage, mirror, settings = GarbageBook(), Mirror(), config.index
-        seal = Seal(config.router.cache_secret) if config.router.cache_secret else None
-        connections = (RedisConnection(settings.url, garbage, tls=tls) for _ in range(6))
-        redis, own, records, counts, marks, history = connections
-        index = RedisIndex(own, content, keys=keys)
-        loads = ReportedLoads(redis)
-        follower = MirrorFollower(
-            index,
-            mirror,
-            poll_s=settings.poll_s,
-            lease_s=settings.lease_s,
-            blocks_ttl_s=settings.blocks_ttl_s,
-            on_load=loads.report,
-        )
-        return _Store(
-            redis=redis,
-            leases=RedisLeases(redis, content, lease_s=settings.lease_s, keys=keys, loads=loads),
-            index=index,
-            mirror=mirror,
-            follower=follower,
-            journal=Journal(RedisRecords(records, content, seal=seal)),
-            ledger=RedisLedger(counts, content),
-            marks=RedisMarks(marks, content, seal=seal),
-            dependencies=Dependencies(redis, {"members": tls, "routers": endpoint}),
-            history=RedisHistory(history, content, seal=seal),
-            adapters=RedisAdapters(redis, content, keys=keys),
-        )
-
-    async def close(self) -> None:
-        await self.journal.close()
-        await self.index.close()
-        await self.leases.close()
 
 
 async def serve(config: Config, stop: asyncio.Event) -> None:
@@ -130,13 +74,17 @@ class Router:
 
     config: Config
     tracer: TracerProvider | None
-    store: _Store
-    client: WorkerClient
-    registry: Registry
+    table: ModelTable
+    follower: ModelFollower
+    own: ModelEntry | None
+    """The model of the router's own configuration."""
+    endpoint: EndpointStore
+    watch: EndpointWatch
     readiness: Readiness
     rpc: RpcServer
+    picker: Picker | None
+    """None: `router.picker_port` is not set."""
     http: tuple[HttpServer, ...]
-    service: RouterService
     tenants_file: TenantsFile
     accounts: Accounts
     usage_book: UsageBook
@@ -145,13 +93,15 @@ class Router:
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then give requests in flight up to `router.drain_timeout_s` to complete."""
         try:
-            await self.service.start()
+            if self.own is not None:
+                await self.own.start()
             await self.rpc.start()
+            if self.picker is not None:
+                await self.picker.start()
             async with asyncio.TaskGroup() as tasks:
                 background = [
-                    tasks.create_task(self.store.follower.run(), name="mirror"),
-                    tasks.create_task(self.registry.run(), name="registry"),
-                    tasks.create_task(self.store.journal.run(), name="journal"),
+                    tasks.create_task(self.follower.run(), name="models"),
+                    tasks.create_task(self.watch.run(), name="endpoint"),
                     tasks.create_task(self.tenants_file.run(), name="tenants"),
                     tasks.create_task(self.accounts.run(), name="accounts"),
                     tasks.create_task(self.usage_book.run(), name="usage"),
@@ -167,23 +117,29 @@ class Router:
                 self.readiness.stop()
                 for each in self.http:
                     each.should_exit = True  # gRPC and HTTP drain at the same time, with the same timeout
-                await asyncio.gather(self.rpc.stop(self.config.router.drain_timeout_s), *serving)
+                drain_s = self.config.router.drain_timeout_s
+                picking = () if self.picker is None else (self.picker.stop(drain_s),)
+                await asyncio.gather(self.rpc.stop(drain_s), *picking, *serving)
                 for task in background:
                     task.cancel()
         finally:
             await self.rpc.stop(0)
-            await self.client.close()
+            if self.picker is not None:
+                await self.picker.stop(0)
+            await self.follower.close()
             await self.accounts.close()
             await self.usage_book.close()
             await self.operations.history.close()
-            await self.store.close()
-            self.service.close()
+            await self.endpoint.close()
             if self.tracer is not None:
                 self.tracer.shutdown()
 
     async def _report_health(self) -> None:
         while True:
-            await self.rpc.set_serving(not self.readiness.why_not())
+            is_ready = not self.readiness.why_not()
+            await self.rpc.set_serving(is_ready)
+            if self.picker is not None:
+                await self.picker.set_serving(is_ready)
             await asyncio.sleep(min(self.config.index.poll_s, 0.2))
 
 
@@ -193,53 +149,60 @@ def build(config: Config) -> Router:
     Raises:
         ConfigError: a port is taken, no Redis is configured, the router listens beyond this machine without keys, the
             keys or the tenants' file are invalid, or the usage log cannot be written.
-        ModelLoadError: the model's folder has no tokenizer.
+        ModelLoadError: the folder of the router's own model has no tokenizer.
     """
     if not config.index.redis_url:
         raise ConfigError("index.redis_url is not set, and the router needs Redis; set it or BATON_INDEX_REDIS_URL")
     keys = _keys(config)
     tenants = TenantsFile.load(config.router)
     usage_file = UsageFile(config.router.usage_log) if config.router.usage_log else None
-    link, endpoint = MemberLink(keys, member_tls(config.cluster)), endpoint_tls(config)
+    link, tls = MemberLink(keys, member_tls(config.cluster)), endpoint_tls(config)
     tracer = tracing.configure("baton-router", config.router.id, config.telemetry, link.tls, faces_clients=True)
-    model = _load_model(config)
-    store = _Store.connect(config, model.content_id, keys, link.tls, endpoint)
-    pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
-    client, slo_counts = WorkerClient(keys, link.tls), SloCounts()
-    rpc, grpc_port = _bind(config, tenants, endpoint)
-    registry = _registry(config, model, store, pools, client=client, slo_counts=slo_counts, bound=(rpc, grpc_port))
-    readiness = Readiness(pools, config.router.mode == "disaggregated", config.router.worker_wait_s, time.monotonic)
-    aliases = model.facts.id if config.telemetry.vllm_aliases else ""
-    instruments = Instruments(registry.status, config.router.slo_classes, aliases)
-    accounts = Accounts(store.ledger, instruments, registry.num_routers, config.index.lease_s)
-    usage_book = UsageBook(usage_file, store.marks, instruments, registry.num_routers)
-    service = RouterService(
-        model,
-        driver=_driver(config, store, pools, client=client, instruments=instruments, keys=keys),
-        looker=ImageLooker(pools=pools, client=client, config=config.router),
-        limiter=Limiter(config.router.max_in_flight),
-        accounts=accounts,
-        journal=store.journal,
-        usage_book=usage_book,
-        instruments=instruments,
-        config=config.router,
-        slo_counts=slo_counts,
-        worker_limit=pools.max_model_len,
-        adapters=lambda: store.adapters.adapters,
+    own_model = _load_own(config)
+    rpc, grpc_port = _bind(config, tenants, tls)
+    stores = _EndpointStores.connect(config, link)
+    watch = EndpointWatch(
+        stores.endpoint,
+        lambda: [each.watch for each in follower.entries],
+        me=_announcement(config, grpc_port),
+        redis=stores.redis,
+        malformed=rpc.malformed,
+        dependencies=Dependencies(stores.redis, {"members": link.tls, "routers": tls}),
+        poll_s=config.index.poll_s,
     )
-    inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port), stall_s=config.router.stall_s)
-    operations = _operations(config, store, registry, service, client=client, instruments=instruments, link=link)
-    _add_services(rpc, service, inference, operations)
+    instruments = Instruments(watch.status, config.router.slo_classes, config.telemetry.vllm_aliases)
+    accounts = Accounts(stores.ledger, instruments, watch.num_routers, config.index.lease_s)
+    usage_book = UsageBook(usage_file, stores.marks, instruments, watch.num_routers)
+    front = Front.of(config.router, instruments, accounts, usage_book)
+    shared = Shared(config=config, link=link, front=front, garbage=stores.garbage)
+    own = None if own_model is None else _own_entry(shared, own_model)
+    table = ModelTable(front, config.router.default_model)
+    files = ModelFileCache(own_part(cache_dir(config.cluster), "serving-files"), link)
+    follower = ModelFollower(table, shared, stores.endpoint, files, own)
+    readiness = Readiness(
+        lambda: [each.pools for each in follower.entries],
+        config.router.mode == "disaggregated",
+        config.router.worker_wait_s,
+        time.monotonic,
+        has_read=lambda: follower.has_read,
+    )
+    operations = _operations(config, stores, watch, table, follower, instruments=instruments)
+    InferenceServicer(table, Ingress(config.cluster.host, grpc_port), stall_s=config.router.stall_s).add_to(rpc.server)
+    admin_pb2_grpc.add_AdminServicer_to_server(
+        AdminServicer(watch.status, table.requests, operations.models), rpc.server
+    )
     return Router(
         config=config,
         tracer=tracer,
-        store=store,
-        client=client,
-        registry=registry,
+        table=table,
+        follower=follower,
+        own=own,
+        endpoint=stores.endpoint,
+        watch=watch,
         readiness=readiness,
         rpc=rpc,
-        http=http_servers(config, service, tenants, readiness.why_not, instruments.exposition, operations=operations),
-        service=service,
+        picker=_picker(config, watch, table, tenants, tls),
+        http=http_servers(config, table, tenants, readiness.why_not, instruments.exposition, operations=operations),
         tenants_file=TenantsFile(config.router, tenants, instruments),
         accounts=accounts,
         usage_book=usage_book,
@@ -247,30 +210,65 @@ def build(config: Config) -> Router:
     )
 
 
-def _load_model(config: Config) -> LoadedModel:
-    tokenizer = Tokenizer.load(Path(config.model.path), config.model.chat_template)
-    name = config.model.served_name or Path(config.model.path).name
-    max_model_len = min(tokenizer.max_model_len or UNKNOWN_LENGTH, config.engine.max_model_len or UNKNOWN_LENGTH)
-    return LoadedModel(
-        card=ModelCard(
-            id=name,
-            path=config.model.path,
-            max_model_len=max_model_len,
-            created=int(time.time()),
-            weights=config.model.weights,
-            kv_dtype=config.engine_of(Role.DECODE).kv_dtype,
-        ),
-        tokenizer=tokenizer,
-        format=AnswerFormat.load(tokenizer),
-        content_id=content_id(config.kv_identity),
-        facts=ModelFacts(
-            id=name,
-            vocab_size=tokenizer.vocab_size,
-            max_model_len=max_model_len,
-            default_sampling=tokenizer.default_sampling,
-            default_max_tokens=config.router.default_max_tokens,
-        ),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EndpointStores:
+    """The router's connections to what all models of its endpoint share."""
+
+    garbage: GarbageBook
+    redis: RedisConnection
+    """The connection of `endpoint`, which owns it."""
+    endpoint: EndpointStore
+    ledger: Ledger
+    """The accounts own and close it."""
+    marks: MarkStore
+    """The usage book owns and closes them."""
+    history: HistoryStore
+    """The cluster's history owns and closes it."""
+
+    @staticmethod
+    def connect(config: Config, link: MemberLink) -> _EndpointStores:
+        garbage, settings, namespace = GarbageBook(), config.index, endpoint_namespace(config.cluster.endpoint)
+        seal = Seal(config.router.cache_secret) if config.router.cache_secret else None
+        redis, counts, marks, history = (RedisConnection(settings.url, garbage, tls=link.tls) for _ in range(4))
+        return _EndpointStores(
+            garbage=garbage,
+            redis=redis,
+            endpoint=RedisEndpoint(redis, config.cluster.endpoint, lease_s=settings.lease_s, keys=link.keys),
+            ledger=RedisLedger(counts, namespace),
+            marks=RedisMarks(marks, namespace, seal=seal),
+            history=RedisHistory(history, namespace, seal=seal),
+        )
+
+
+def _load_own(config: Config) -> LoadedModel | None:
+    """Return the model of the router's own configuration; None: it has none. Raises ModelLoadError."""
+    if not config.router.own_model:
+        return None
+    folder = Path(config.model.path)
+    return load_model(folder, config.model.chat_template, own_announcement(config), config.router.default_max_tokens)
+
+
+def _own_entry(shared: Shared, model: LoadedModel) -> ModelEntry:
+    stores = ModelStores.connect(shared, model.content_id)
+    return ModelEntry.build(shared, model, stores, own_announcement(shared.config))
+
+
+def _picker(
+    config: Config, watch: EndpointWatch, table: ModelTable, tenants: TenantBook, tls: Tls | None
+) -> Picker | None:
+    """Create the endpoint picker, and bind it; None: the configuration wants none. Raises ConfigError."""
+    if not config.router.picker_port:
+        return None
+
+    def lookup(api_key: str | None, model: str, body: Mapping[str, Any]) -> Wanted:
+        tenant = tenants.identify(api_key)
+        opening = opening_of(body)
+        release = table.release(model, tenant, lambda: opening)
+        return Wanted(f"{tenant.id}\0{opening}".encode("utf-8", "surrogatepass"), frozenset({release.content_id}))
+
+    picker = Picker(config, Sources(routers=lambda: watch.routers, lookup=lookup, is_crowded=table.is_crowded))
+    picker.bind(config.cluster.host, config.router.picker_port, tls)
+    return picker
 
 
 def _keys(config: Config) -> KeyFile | None:
@@ -284,89 +282,27 @@ def _keys(config: Config) -> KeyFile | None:
     return keys
 
 
-def _registry(
-    config: Config,
-    model: LoadedModel,
-    store: _Store,
-    pools: PoolView,
-    *,
-    client: WorkerClient,
-    slo_counts: SloCounts,
-    bound: tuple[RpcServer, int],
-) -> Registry:
-    rpc, grpc_port = bound
-    return Registry(
-        leases=store.leases,
-        pools=pools,
-        client=client,
-        follower=store.follower,
-        me=_announcement(config, grpc_port),
-        slo_counts=slo_counts,
-        models=(ServedModel(model.facts.id, config.model.path),),
-        redis=store.redis,
-        adapters=store.adapters,
-        malformed=rpc.malformed,
-        dependencies=store.dependencies,
-        poll_s=config.index.poll_s,
-        lease_s=config.index.lease_s,
-        engines={role: config.differing_settings(role) for role in Role},
-    )
-
-
-def _add_services(
-    rpc: RpcServer,
-    service: RouterService,
-    inference: InferenceServicer,
-    operations: Operations,
-) -> None:
-    inference.add_to(rpc.server)
-    admin = AdminServicer(operations.status, service.requests, operations.orders, operations.adapters)
-    admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
-
-
 def _operations(
     config: Config,
-    store: _Store,
-    registry: Registry,
-    service: RouterService,
+    stores: _EndpointStores,
+    watch: EndpointWatch,
+    table: ModelTable,
+    follower: ModelFollower,
     *,
-    client: WorkerClient,
     instruments: Instruments,
-    link: MemberLink,
 ) -> Operations:
-    history = ClusterHistory(store.history, f"{config.router.id}/{uuid.uuid4().hex[:12]}", instruments)
+    history = ClusterHistory(stores.history, f"{config.router.id}/{uuid.uuid4().hex[:12]}", instruments)
     connections = OpenConnections(limits=connection_limits(config.router))
-    load = LoadMeter(lambda: connections.filled, lambda: service.in_flight)
+    load = LoadMeter(lambda: connections.filled, lambda: table.in_flight)
     return Operations(
         router_id=config.router.id,
-        status=registry.status,
+        status=watch.status,
         history=history,
         load=load,
-        alerts=AlertBook(AlertWatch(config.router.id, registry.status, load, history)),
+        alerts=AlertBook(AlertWatch(config.router.id, watch.status, load, history)),
         connections=connections,
         classes=config.router.slo_classes,
-        orders=ControllerClient(registry.controller, link.keys, link.tls),
-        workers=client,
-        adapters=AdapterOrders(store.adapters, client, lambda: registry.status().workers, service.model.facts.id),
-    )
-
-
-def _driver(
-    config: Config,
-    store: _Store,
-    pools: PoolView,
-    *,
-    client: WorkerClient,
-    instruments: Instruments,
-    keys: KeyFile | None,
-) -> ChoiceDriver:
-    return ChoiceDriver(
-        pools=pools,
-        client=client,
-        hints=HintTracker(store.mirror, instruments),
-        config=config.router,
-        instruments=instruments,
-        keys=keys,
+        models=OperatedModels(lambda: follower.entries),
     )
 
 

@@ -1,7 +1,8 @@
 """Serves a request from its arrival to its end. The code below reads in the order of these steps.
 
-1. Admit. The API has identified the tenant (`router.admission.tenants`). Check model, id and sampling; take a slot; and
-   check the tenant's known limits (`router.admission.accounts`), or refuse at once with Retry-After.
+1. Admit. The API has identified the tenant (`router.admission.tenants`) and the model (`router.models.table`). Check id
+   and sampling; if the model sleeps, wait until it is awake (`router.serve.holding`); take a slot; and check the
+   tenant's known limits (`router.admission.accounts`), or refuse at once with Retry-After.
 2. Write the prompt. Chat template and tokenizer; check length and vocabulary (`router.prompt`), and charge it to the
    tenant. A worker looks at its images, whose tokens take their places (`router.serve.images`). From here on there
    are only token ids; the images' bytes stay until the request ends, for workers that lack them.
@@ -27,7 +28,8 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from opentelemetry.context import Context
@@ -70,8 +72,17 @@ from router.prompt import PromptEncoder, SequenceBuilder, StructureChecker, in_t
 from router.request.model import LoadedModel
 from router.request.moderation import ModeratedAnswer, Moderator
 from router.request.resume import Call, CallsInFlight, Journal, digest_of, only_delivered, with_delivered
-from router.serve import Choice, ChoiceDriver, ChoiceGroup, ImageLooker, RequestImages
-from router.timeline.log import UNKNOWN_INGRESS, Ingress, RequestLog
+from router.serve import (
+    Choice,
+    ChoiceDriver,
+    ChoiceGroup,
+    HeldRequests,
+    Holding,
+    ImageLooker,
+    RequestImages,
+    prompt_bytes,
+)
+from router.timeline.log import UNKNOWN_INGRESS, Ingress, RequestLog, Served
 from router.timeline.usage_log import UsageBook
 
 
@@ -84,58 +95,83 @@ class _Prompt(NamedTuple):
     """The images themselves; None: there are none."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """What all models of a router share: its limits, accounts and records of requests."""
+
+    config: RouterConfig
+    instruments: Instruments
+    accounts: Accounts
+    limiter: Limiter
+    held: HeldRequests
+    image_memory: ImageMemory
+    moderator: Moderator | None
+    requests: RequestLog
+    calls: CallsInFlight
+
+    @staticmethod
+    def of(config: RouterConfig, instruments: Instruments, accounts: Accounts, usage_book: UsageBook) -> Front:
+        """Return the front of a router with this configuration.
+
+        Raises:
+            ConfigError: the function that `router.moderation` names cannot be loaded.
+        """
+        limiter = Limiter(config.max_in_flight)
+        return Front(
+            config=config,
+            instruments=instruments,
+            accounts=accounts,
+            limiter=limiter,
+            held=HeldRequests(config, limiter),
+            image_memory=ImageMemory(config),
+            moderator=Moderator.of(config, instruments),
+            requests=RequestLog(config.id, instruments=instruments, usage_book=usage_book),
+            calls=CallsInFlight(),
+        )
+
+
 class RouterService:
-    """Serves requests on the worker pools: text in, text out. gRPC and HTTP are thin layers over it.
+    """Serves requests of one model on its worker pools: text in, text out. gRPC and HTTP are thin layers over it.
 
     Args:
-        slo_counts: the service counts finished requests in it.
+        slo_counts: the service counts the model's requests in it.
         worker_limit: returns the longest sequence that the workers can hold, in tokens; None: not known yet.
         adapters: returns the registered LoRA adapters, which clients request as models.
-
-    Raises:
-        ConfigError: the function that `router.moderation` names cannot be loaded.
     """
 
     def __init__(
         self,
         model: LoadedModel,
+        front: Front,
         *,
         driver: ChoiceDriver,
+        holding: Holding,
         looker: ImageLooker,
-        limiter: Limiter,
-        accounts: Accounts,
         journal: Journal,
-        usage_book: UsageBook,
-        instruments: Instruments,
-        config: RouterConfig,
         slo_counts: SloCounts,
         worker_limit: Callable[[], int | None] = lambda: None,
         adapters: Callable[[], Adapters] = lambda: NO_ADAPTERS,
     ) -> None:
         self.model = model
-        self.calls = CallsInFlight()
-        self.requests = RequestLog(
-            config.id,
-            model_id=model.facts.id,
-            instruments=instruments,
-            slo_counts=slo_counts,
-            usage_book=usage_book,
-        )
+        self._requests = front.requests
+        self._calls = front.calls
+        self._image_memory = front.image_memory
+        self._limiter = front.limiter
+        self._accounts = front.accounts
+        self._config = front.config
+        self._moderator = front.moderator
+        self._slo_counts = slo_counts
         self._worker_limit = worker_limit
         self._adapters = adapters
         self._driver = driver
+        self._holding = holding
         self._looker = looker
-        self._image_memory = ImageMemory(config)
-        self._limiter = limiter
-        self._accounts = accounts
         self._journal = journal
-        self._config = config
-        self._moderator = Moderator.of(config, instruments)
         self._encoder = PromptEncoder(model.tokenizer)
         self._structures = StructureChecker(
             model.tokenizer.folder / "tokenizer.json", model.facts.vocab_size, model.tokenizer.eos_ids
         )
-        self._sequences = SequenceBuilder(model.content_id, model.facts.vocab_size, config.cache_secret)
+        self._sequences = SequenceBuilder(model.content_id, model.facts.vocab_size, front.config.cache_secret)
 
     async def start(self) -> None:
         """Start the processes that the first requests would otherwise wait for.
@@ -150,14 +186,10 @@ class RouterService:
         self._encoder.close()
         self._structures.close()
 
-    def is_crowded(self) -> bool:
-        """Return whether the router is at capacity: requests are refused, or wait long for a worker."""
-        return self._limiter.is_crowded or self._driver.is_crowded
-
     @property
-    def in_flight(self) -> tuple[int, int]:
-        """Number of choices that are being generated, and the limit."""
-        return self._limiter.num_in_flight, self._limiter.max_in_flight
+    def is_crowded(self) -> bool:
+        """True if requests wait long for a worker."""
+        return self._driver.is_crowded
 
     @property
     def facts(self) -> ModelFacts:
@@ -219,8 +251,10 @@ class RouterService:
             QuotaExceeded, Overloaded, NoWorker, WorkerFailed, TransferError: the request could not be served.
             Conflict: another call has taken over the request.
         """
-        facts = self.facts.of(tenant)
-        with self.requests.recording(request, tenant, ingress, trace, self.name_of(request.model)) as recording:
+        name = self.name_of(request.model)
+        facts = self.facts.of(tenant, name)
+        served = Served(name, self.model.release, self._slo_counts)
+        with self._requests.recording(request, tenant, ingress, trace, served) as recording:
             timeline = recording.timeline
             adapter = check_model(request.model, facts, self._adapters()) if self._is_other(request.model) else None
             check_request_id(request.request_id)
@@ -229,13 +263,21 @@ class RouterService:
             timeline.request_id = key.request_id
             params = sampling_params(request.sampling, facts)
             check_resume(request, params)
-            past = await self.calls.take_over(key) if request.resume_from else None
+            past = await self._calls.take_over(key) if request.resume_from else None
+            slot: AbstractContextManager[object] = self._limiter.slot(key.request_id, params.num_answers, tenant)
+            if self._holding.is_needed:
+                held = await self._holding.until_awake(
+                    key.request_id, params.num_answers, claim, prompt_bytes(request.prompt)
+                )
+                slot, claim = held.slot, held.claim
+                timeline.claim = claim
+                timeline.add(held.event)
             with (
-                self._limiter.slot(key.request_id, params.num_answers, tenant),
-                self.calls.entered(key) as call,
+                slot,
+                self._calls.entered(key) as call,
                 self._image_memory.holding(request.prompt, tenant.id) as encoded,
             ):
-                recording.charge = self._accounts.arrive(tenant, params.num_answers)
+                recording.charge = self._accounts.arrive(tenant, params.num_answers, name)
                 prompt = await self._prompt(request, encoded, params, tenant)
                 params = with_lengths(
                     params, request.sampling, len(prompt.token_ids), facts, shortens=request.shortens_answer

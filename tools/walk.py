@@ -77,7 +77,7 @@ def _function_of(filename: str, name: str) -> Function | None:
         path = Path(filename).relative_to(ROOT)
     except ValueError:
         return None
-    is_ours = path.parts[0] in PRODUCT and "v1" not in path.parts and "telemetry" not in path.parts
+    is_ours = path.parts[0] in PRODUCT and not {"v1", "v3"} & set(path.parts) and "telemetry" not in path.parts
     return (str(path), name) if is_ours else None
 
 

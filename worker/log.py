@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,24 @@ ANSWER_S = 5.0
 """Seconds to wait for the node's response."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeProcess:
+    """Node process that runs this worker."""
+
+    socket: Path
+    """Path of its socket."""
+    cluster: str = ""
+    """Ray namespace of the worker's cluster. Workers of other clusters with the same id may run on the node."""
+
+
 class WorkerLog(worker_pb2_grpc.WorkerLogServicer):
     """Handler that returns the latest lines.
 
     Args:
-        node: path of the node process's socket; None: no node process runs this worker.
+        node: node process that runs this worker; None: no node process does.
     """
 
-    def __init__(self, worker_id: str, node: Path | None = None) -> None:
+    def __init__(self, worker_id: str, node: NodeProcess | None = None) -> None:
         self._worker_id = worker_id
         self._node = node
 
@@ -45,7 +56,7 @@ class WorkerLog(worker_pb2_grpc.WorkerLogServicer):
         return worker_pb2.ReadLogResponse(lines=lines[-request.max_lines :] if request.max_lines else lines)
 
 
-def written(node: Path, worker_id: str) -> list[str]:
+def written(node: NodeProcess, worker_id: str) -> list[str]:
     """Return the latest lines of a worker's output as text, oldest first.
 
     Raises:
@@ -54,7 +65,7 @@ def written(node: Path, worker_id: str) -> list[str]:
     try:
         raw = _kept(node, worker_id)
     except OSError as error:
-        raise WorkerFailed(f"the output of {worker_id} cannot be read from {node}: {error}") from error
+        raise WorkerFailed(f"the output of {worker_id} cannot be read from {node.socket}: {error}") from error
     return shown(raw)
 
 
@@ -66,10 +77,10 @@ def shown(raw: bytes) -> list[str]:
     return said[-logs.MAX_KEPT_LINES :]
 
 
-def _kept(node: Path, worker_id: str) -> bytes:
+def _kept(node: NodeProcess, worker_id: str) -> bytes:
     with socket.socket(socket.AF_UNIX) as link:
         link.settimeout(ANSWER_S)
-        link.connect(str(node))
-        link.sendall(json.dumps({"worker": worker_id, "stream": "latest"}).encode() + b"\n")
+        link.connect(str(node.socket))
+        link.sendall(json.dumps({"worker": worker_id, "cluster": node.cluster, "stream": "latest"}).encode() + b"\n")
         with link.makefile("rb") as answer:
             return answer.read()

@@ -1,6 +1,6 @@
 """Process of one worker: an engine that serves both roles; its role determines which calls routers send.
 
-    python -m worker ROLE ID HOST [--ready-fd N] [--keys FINGERPRINT] [--node SOCKET]
+    python -m worker ROLE ID HOST [--ready-fd N] [--keys FINGERPRINT] [--node SOCKET --cluster NAMESPACE]
 
 The configuration is in BATON_CONFIG_JSON. In a cluster, a Ray actor manages each process (`deploy.ray_pools.actor`).
 When the worker is ready, or has failed to start, it writes one line of JSON to the descriptor: `{"pid": ..., "address":
@@ -56,7 +56,7 @@ from worker.adapters import AdapterChecks
 from worker.calls import CallServicer, max_message_bytes
 from worker.control import WorkerControl
 from worker.kernel_caches import own_kernel_caches
-from worker.log import WorkerLog
+from worker.log import NodeProcess, WorkerLog
 from worker.member import Member
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.Wor
 
 @contextlib.asynccontextmanager
 async def running(
-    config: Config, role: Role, worker_id: str, host: str, runner: Runner, *, node: Path | None = None
+    config: Config, role: Role, worker_id: str, host: str, runner: Runner, *, node: NodeProcess | None = None
 ) -> AsyncGenerator[tuple[WorkerControl, asyncio.Task[None]]]:
     """Context manager: runs a worker that takes traffic. Yields its control, and the task of `Member.joined`.
 
@@ -150,7 +150,7 @@ async def serve(
     *,
     ready_fd: int | None = None,
     fingerprint: str = "",
-    node: Path | None = None,
+    node: NodeProcess | None = None,
     build: Callable[[Config], Runner] = build_runner,
 ) -> None:
     """Serve until SIGTERM, then drain.
@@ -236,6 +236,9 @@ def main() -> None:
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor to which the worker writes when it is ready")
     parser.add_argument("--keys", default="", help="fingerprint of the cluster's keys; the worker's keys must match it")
     parser.add_argument("--node", type=Path, help="socket of the node process that runs this worker and has its output")
+    parser.add_argument(
+        "--cluster", default="", help="Ray namespace of its cluster, which its name on the node includes"
+    )
     args = parser.parse_args()
     config = process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{args.role}")
@@ -243,7 +246,8 @@ def main() -> None:
         os.environ.update(of_nccl | of_kernels)
         try:
             whose = (Role(args.role), args.id, args.host)
-            serving = serve(config, *whose, ready_fd=args.ready_fd, fingerprint=args.keys, node=args.node)
+            node = NodeProcess(args.node, args.cluster) if args.node else None
+            serving = serve(config, *whose, ready_fd=args.ready_fd, fingerprint=args.keys, node=node)
             uvloop.run(serving)
         except* Fenced as fenced:
             sys.stderr.write(f"{in_line(str(fenced.exceptions[0]))}\n")

@@ -24,7 +24,7 @@ origins     the value of each setting, and its source
 
 from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfig
 from baton.config.engine import OWN_SETTINGS, EngineConfig, EveryEngineConfig, GibOrAuto, ModelConfig
-from baton.config.load import REDIS_URL, SHORT_NAMES, Config, child_environment, load, process_config
+from baton.config.load import REDIS_URL, SHORT_NAMES, Config, child_environment, load, process_config, read_file
 from baton.config.origins import DEFAULT, SettingOrigin, origins
 from baton.config.pools import POOL_SETTINGS, PoolConfig, PoolsConfig
 from baton.config.secrets import HIDDEN, password_of, why_unreadable, with_password, without_password
@@ -67,6 +67,7 @@ __all__ = [
     "parse_faults",
     "password_of",
     "process_config",
+    "read_file",
     "why_unreadable",
     "with_password",
     "without_password",

@@ -17,11 +17,13 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from baton import wire
-from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerFailed, error_of, kind_of
+from baton.errors import BatonError, InvalidRequest, WorkerFailed, error_of, kind_of
 from baton.messages import Failed
 
 ERROR_KEY = "baton-error"
 RETRY_AFTER_KEY = "retry-after"
+USUAL_RETRY_S = 1.0
+"""Seconds after which a call is tried again if the peer says nothing else."""
 MAX_MESSAGE_CHARACTERS = 1024
 CLIENTS_METHODS = ("/baton.v1.Inference/", "/baton.v1.Admin/")
 CallContext = grpc.aio.ServicerContext[Any, Any]
@@ -157,7 +159,7 @@ async def abort(context: CallContext, error: BatonError) -> NoReturn:
         CancelledError: the client has left in the meantime; gRPC would log that as a defect.
     """
     metadata = [(ERROR_KEY, kind_of(error))]
-    if isinstance(error, Overloaded):
+    if error.retry_after_s is not None:
         metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))
     # Longer texts break grpc's limit on trailers, and the client would see that error instead.
     try:
@@ -183,8 +185,11 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
     details = error.details() or error.code().name
     if ERROR_KEY not in metadata:
         return WorkerFailed(f"{peer} broke off: {error.code().name}: {details}")
-    failed = Failed(str(metadata[ERROR_KEY]), details, float(metadata.get(RETRY_AFTER_KEY, 1.0)))
-    return from_failed(failed, peer)
+    try:
+        retry_after_s = float(metadata.get(RETRY_AFTER_KEY, USUAL_RETRY_S))
+    except ValueError:
+        retry_after_s = USUAL_RETRY_S
+    return from_failed(Failed(str(metadata[ERROR_KEY]), details, retry_after_s), peer)
 
 
 def is_lost(error: grpc.RpcError) -> bool:
@@ -195,8 +200,7 @@ def is_lost(error: grpc.RpcError) -> bool:
 
 def to_failed(error: BatonError) -> Failed:
     """Encode an error as a message; long texts are cut, as in `abort`."""
-    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
-    return Failed(kind_of(error), str(error)[:MAX_MESSAGE_CHARACTERS], retry_after_s)
+    return Failed(kind_of(error), str(error)[:MAX_MESSAGE_CHARACTERS], error.retry_after_s or 0.0)
 
 
 def from_failed(failed: Failed, peer: str) -> BatonError:

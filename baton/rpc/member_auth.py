@@ -25,11 +25,13 @@ WORKERS_RULES: Rules = {
     "baton.v1.WorkerCalls": frozenset({Principal.ROUTER}),
     "baton.v1.WorkerControl": frozenset({Principal.CONTROLLER}),
     "baton.v1.WorkerLog": frozenset({Principal.ROUTER}),
+    "baton.v1.ModelFiles": frozenset({Principal.ROUTER, Principal.CONTROLLER}),
     "baton.v1.KvControl": frozenset({Principal.WORKER}),
 }
 CONTROLLERS_RULES: Rules = {
     "baton.v1.Admin": frozenset({Principal.ROUTER}),
     "baton.v1.Admin/DrainWorker": frozenset({Principal.ROUTER, Principal.OPERATOR}),  # `baton leave`
+    "baton.v1.ModelFiles": frozenset({Principal.ROUTER}),
 }
 OPEN_SERVICE = "grpc.health.v1.Health"
 """Public service of every process: probes learn only whether it serves."""

@@ -6,6 +6,7 @@ import math
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -98,6 +99,13 @@ MEMBERS_LIMITS = ClientLimits(max_connections=4096, max_streams=1024)
 """Limits of a server for members, which other clients can reach: hundreds of workers have a few connections each."""
 
 
+class ServerIdentity(Protocol):
+    """Certificates of a server: a `Tls`, or one that it has made itself."""
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Return credentials for a gRPC server."""
+
+
 class RpcServer:
     """An asyncio gRPC server with health checking, and for clients with reflection of the given services.
 
@@ -153,7 +161,7 @@ class RpcServer:
             described = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(described, self.server)
 
-    def bind(self, host: str, port: int, tls: Tls | None = None) -> int:
+    def bind(self, host: str, port: int, tls: ServerIdentity | None = None) -> int:
         """Bind and return the port (0 asks for a free one).
 
         Args:
@@ -173,9 +181,14 @@ class RpcServer:
     async def start(self) -> None:
         await self.server.start()
 
-    async def set_serving(self, serving: bool) -> None:
+    async def set_serving(self, serving: bool, names: Sequence[str] | None = None) -> None:
+        """Set what health checks report.
+
+        Args:
+            names: services that it concerns; None: those of the server, and the server as a whole.
+        """
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *self._service_names):
+        for name in ("", *self._service_names) if names is None else names:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:

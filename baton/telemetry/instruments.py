@@ -31,14 +31,14 @@ class Instruments(RequestMetrics):
     Args:
         slo_classes: the SLO classes whose objectives are shown, by name. The objectives are also bounds of the
             histograms, so the number of requests that met them is exactly a bucket's count.
-        vllm_model: the model name under which metrics are also shown with vLLM's names; empty: they are not.
+        shows_vllm: True if metrics are also shown with vLLM's names.
     """
 
     def __init__(
         self,
         status: StatusNow,
         slo_classes: Mapping[str, SloClassConfig] | None = None,
-        vllm_model: str = "",
+        shows_vllm: bool = False,
     ) -> None:
         super().__init__()
         classes = (slo_classes or {}).values()
@@ -69,8 +69,8 @@ class Instruments(RequestMetrics):
                 "s",
             )
         )
-        if vllm_model:
-            instruments += aliases(self, status, vllm_model)
+        if shows_vllm:
+            instruments += aliases(self, status)
         self._instruments = instruments
         self._registry = CollectorRegistry()
         self._registry.register(Collector(instruments))

@@ -6,10 +6,20 @@ Every router shows them for all workers, as their leases in Redis report them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from baton.cluster import VERSION, BlockCounts, ClusterStatus, PoolScaling, Worker, WorkerLoad, WorkerState
+from baton.cluster import (
+    VERSION,
+    BlockCounts,
+    ClusterStatus,
+    ModelState,
+    PoolScaling,
+    ServedModel,
+    Worker,
+    WorkerLoad,
+    WorkerState,
+)
 from baton.config import SloClassConfig
 from baton.telemetry.prometheus import Observation
 
@@ -29,87 +39,120 @@ class ObservedMetric:
     is_counter: bool = False
 
 
-def _labels(worker: Worker) -> dict[str, str]:
-    return {"worker": worker.info.id, "role": worker.info.role.value}
+Labelled = tuple[Worker, dict[str, str]]
+"""A worker and the labels of its rows."""
 
 
-def _counts(worker: Worker, counts: BlockCounts) -> Iterable[Observation]:
+def labelled(status: ClusterStatus) -> Iterator[Labelled]:
+    """Yield the workers, each with the labels of its rows: id, role, and its model's name and release."""
+    models = {model.content_id: model_labels(model) for model in status.models}
+    for worker in status.workers:
+        own = {"worker": worker.info.id, "role": worker.info.role.value}
+        yield worker, own | models.get(worker.info.content_id, UNKNOWN_MODEL)
+
+
+def model_labels(model: ServedModel) -> dict[str, str]:
+    """Return the labels of a model's rows."""
+    return {"model": model.id, "release": model.release}
+
+
+UNKNOWN_MODEL = {"model": "", "release": ""}
+
+
+def _counts(labels: Mapping[str, str], counts: BlockCounts) -> Iterable[Observation]:
     for state in ("free", "cached", "in_use"):
-        yield Observation(getattr(counts, state), {**_labels(worker), "state": state})
+        yield Observation(getattr(counts, state), {**labels, "state": state})
 
 
 def _block_counts(status: ClusterStatus) -> Iterable[Observation]:
-    for worker in status.workers:
-        yield from _counts(worker, worker.load.blocks)
+    for worker, labels in labelled(status):
+        yield from _counts(labels, worker.load.blocks)
 
 
 def _row_counts(status: ClusterStatus) -> Iterable[Observation]:
-    for worker in status.workers:
+    for worker, labels in labelled(status):
         if worker.load.state_rows.total:
-            yield from _counts(worker, worker.load.state_rows)
+            yield from _counts(labels, worker.load.state_rows)
 
 
 def _sequence_counts(status: ClusterStatus) -> Iterable[Observation]:
-    for worker in status.workers:
-        yield Observation(worker.load.running, {**_labels(worker), "state": "running"})
-        yield Observation(worker.load.waiting, {**_labels(worker), "state": "waiting"})
+    for worker, labels in labelled(status):
+        yield Observation(worker.load.running, {**labels, "state": "running"})
+        yield Observation(worker.load.waiting, {**labels, "state": "waiting"})
 
 
 def _open_connections(status: ClusterStatus) -> Iterable[Observation]:
-    for worker in status.workers:
+    for worker, labels in labelled(status):
         for each in worker.load.connections:
-            yield Observation(
-                each.open_connections, {**_labels(worker), "transport": each.transport, "carrier": each.carrier}
-            )
+            yield Observation(each.open_connections, {**labels, "transport": each.transport, "carrier": each.carrier})
 
 
 def _by_kind(status: ClusterStatus, counts: Callable[[WorkerLoad], tuple[int, int]]) -> Iterable[Observation]:
     """Yield a row for each kind of draft. `counts` returns the count of all kinds, and the draft model's."""
-    for worker in status.workers:
+    for worker, labels in labelled(status):
         of_all, of_model = counts(worker.load)
         for kind, count in (("lookup", of_all - of_model), ("model", of_model)):
-            yield Observation(count, {**_labels(worker), "kind": kind})
+            yield Observation(count, {**labels, "kind": kind})
 
 
 def _worker_states(status: ClusterStatus) -> Iterable[Observation]:
-    for worker in status.workers:
+    for worker, labels in labelled(status):
         for state in WorkerState:
-            yield Observation(int(worker.load.state == state), {**_labels(worker), "state": state.value})
+            yield Observation(int(worker.load.state == state), {**labels, "state": state.value})
 
 
 def _worker_infos(status: ClusterStatus) -> Iterable[Observation]:
-    for worker in status.workers:
+    for worker, labels in labelled(status):
         info = worker.info
         more = {"node": info.node, "wire_compat": info.wire_compat, "block_size": str(info.block_size)}
         makes = {"engine": info.engine, "sampler": info.sampler}
-        yield Observation(1, {**_labels(worker), **more, **makes})
+        yield Observation(1, {**labels, **more, **makes})
 
 
 def _computing(status: ClusterStatus) -> Iterable[Observation]:
-    for worker in status.workers:
+    for worker, labels in labelled(status):
         each = worker.info.computes
         types = {"dtype": each.dtype, "weights": each.weights, "kv_dtype": each.kv_dtype}
         ways = {"attention": each.attention, "kv_copies": each.kv_copies, "plans_ahead": str(each.plans_ahead).lower()}
         counts = {"graphs": str(each.num_graphs), "fused": str(each.num_fused), "ranks": str(each.num_ranks)}
-        yield Observation(1, {**_labels(worker), "gpu": each.gpu, **types, **ways, **counts})
+        yield Observation(1, {**labels, "gpu": each.gpu, **types, **ways, **counts})
 
 
 def _malformed(status: ClusterStatus) -> Iterable[Observation]:
     """Yield a row for each member whose counts all routers show."""
-    if status.controller is not None:
-        yield Observation(status.controller.malformed, {"worker": "controller", "role": "controller"})
-    for worker in status.workers:
-        yield Observation(worker.load.malformed, _labels(worker))
+    for model in status.models:
+        if model.controller is not None:
+            labels = {"worker": "controller", "role": "controller", **model_labels(model)}
+            yield Observation(model.controller.malformed, labels)
+    for worker, labels in labelled(status):
+        yield Observation(worker.load.malformed, labels)
 
 
-def _scaling(status: ClusterStatus) -> tuple[PoolScaling, ...]:
-    return status.controller.scaling if status.controller is not None else ()
+def _scaling(status: ClusterStatus, value: Callable[[PoolScaling], float]) -> Iterable[Observation]:
+    for model in status.models:
+        for each in model.controller.scaling if model.controller is not None else ():
+            yield Observation(value(each), {"pool": each.pool, **model_labels(model)})
 
 
 def _pools(status: ClusterStatus) -> Iterable[Observation]:
-    for name, pool in status.pools.items():
-        yield Observation(pool.desired, {"pool": name, "state": "desired"})
-        yield Observation(pool.ready, {"pool": name, "state": "ready"})
+    for model in status.models:
+        for name, pool in model.pools.items():
+            labels = {"pool": name, **model_labels(model)}
+            yield Observation(pool.desired, {**labels, "state": "desired"})
+            yield Observation(pool.ready, {**labels, "state": "ready"})
+
+
+def _model_states(status: ClusterStatus) -> Iterable[Observation]:
+    for model in status.models:
+        for state in ModelState:
+            yield Observation(int(model.state is state), {**model_labels(model), "state": state.value})
+
+
+def _mirrored(status: ClusterStatus) -> Iterable[Observation]:
+    for worker, labels in labelled(status):
+        of_model = status.mirrored_blocks.get(worker.info.content_id, {})
+        if worker.info.id in of_model:
+            yield Observation(of_model[worker.info.id], labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +162,9 @@ class TransferRows:
     fields: Mapping[str, Mapping[str, str]]
 
     def __call__(self, status: ClusterStatus) -> Iterable[Observation]:
-        for worker in status.workers:
+        for worker, labels in labelled(status):
             for field, more in self.fields.items():
-                yield Observation(getattr(worker.load.transfers, field), {**_labels(worker), **more})
+                yield Observation(getattr(worker.load.transfers, field), {**labels, **more})
 
 
 def objectives(slo_classes: Mapping[str, SloClassConfig]) -> list[Observation]:
@@ -151,7 +194,7 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ObservedMetric(
         name="baton.worker_ready",
         description="1 for a worker that takes traffic, else 0.",
-        observe=lambda s: [Observation(int(w.load.state == "ready"), _labels(w)) for w in s.workers],
+        observe=lambda s: [Observation(int(w.load.state == "ready"), labels) for w, labels in labelled(s)],
     ),
     ObservedMetric(
         name="baton.worker_state",
@@ -173,17 +216,21 @@ OBSERVED: tuple[ObservedMetric, ...] = (
         name="baton.worker_fallbacks",
         description="Number of implementations on a worker that are slower than its device allows: attention by torch, "
         "no CUDA graphs, ... `baton doctor` lists them, with the reason.",
-        observe=lambda s: [Observation(len(w.info.computes.fallbacks), _labels(w)) for w in s.workers],
+        observe=lambda s: [Observation(len(w.info.computes.fallbacks), labels) for w, labels in labelled(s)],
     ),
     ObservedMetric(
         name="baton.adapters_resident",
         description="LoRA adapters in a worker's memory. Absent if the worker serves none.",
-        observe=lambda s: [Observation(len(w.load.adapters), _labels(w)) for w in s.workers if w.info.max_adapters],
+        observe=lambda s: [
+            Observation(len(w.load.adapters), labels) for w, labels in labelled(s) if w.info.max_adapters
+        ],
     ),
     ObservedMetric(
         name="baton.adapters_registered",
         description="LoRA adapters that are registered, as this router knows them.",
-        observe=lambda s: [Observation(len(s.adapters))],
+        observe=lambda s: [
+            Observation(len(s.adapters.get(model.content_id, ())), model_labels(model)) for model in s.models
+        ],
     ),
     ObservedMetric(
         name="baton.build_info",
@@ -194,25 +241,48 @@ OBSERVED: tuple[ObservedMetric, ...] = (
         name="baton.autoscale_utilisation",
         description="Utilisation of a pool, as the autoscaler last measured it; its target is "
         "autoscale.target_utilisation.",
-        observe=lambda s: [Observation(p.utilisation, {"pool": p.pool}) for p in _scaling(s)],
+        observe=lambda s: _scaling(s, lambda each: each.utilisation),
     ),
     ObservedMetric(
         name="baton.autoscale_wanted_workers",
         description="Number of workers that the autoscaler last wanted a pool to have.",
-        observe=lambda s: [Observation(p.wanted, {"pool": p.pool}) for p in _scaling(s)],
+        observe=lambda s: _scaling(s, lambda each: each.wanted),
     ),
     ObservedMetric(
         name="baton.worker_self_check_ok",
         description="1 while a worker's own integrity check holds, else 0.",
-        observe=lambda s: [Observation(int(w.load.self_check == "ok"), _labels(w)) for w in s.workers],
+        observe=lambda s: [Observation(int(w.load.self_check == "ok"), labels) for w, labels in labelled(s)],
     ),
     ObservedMetric(
         name="baton.mirror_blocks",
         description="Blocks that a worker holds according to this router's mirror of the index; baton_kv_blocks is the "
         "worker's own count.",
-        observe=lambda s: [Observation(number, {"worker": worker}) for worker, number in s.mirrored_blocks.items()],
+        observe=_mirrored,
     ),
     ObservedMetric(name="baton.pool_workers", description="Workers of a pool, desired and ready.", observe=_pools),
+    ObservedMetric(
+        name="baton.model_state",
+        description="1 for the state that a model is in, 0 for the others: ready, asleep (no workers, a request wakes "
+        "it), waking, down (no decode worker is ready) or leaving (it serves no new requests).",
+        observe=_model_states,
+    ),
+    ObservedMetric(
+        name="baton.model_share",
+        description="Share of the sessions of a model's name that a release gets, relative to its other releases.",
+        observe=lambda s: [Observation(model.share, model_labels(model)) for model in s.models],
+    ),
+    ObservedMetric(
+        name="baton.held_requests",
+        description="Requests that wait until their model is awake, at all routers.",
+        observe=lambda s: [Observation(model.held, model_labels(model)) for model in s.models],
+    ),
+    ObservedMetric(
+        name="baton.model_wake",
+        description="Time from the request for a model's latest wake-up to its first ready decode worker; 0: it has "
+        "not been woken yet.",
+        unit="s",
+        observe=lambda s: [Observation(model.wake_s, model_labels(model)) for model in s.models],
+    ),
     ObservedMetric(
         name="baton.redis_up",
         description="1 while the router reaches Redis, else 0.",
@@ -221,7 +291,7 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ObservedMetric(
         name="baton.preemptions",
         description="Sequences of a worker that were preempted: their blocks were freed and they were computed again.",
-        observe=lambda s: [Observation(w.load.preemptions, _labels(w)) for w in s.workers],
+        observe=lambda s: [Observation(w.load.preemptions, labels) for w, labels in labelled(s)],
         is_counter=True,
     ),
     ObservedMetric(
@@ -242,8 +312,8 @@ OBSERVED: tuple[ObservedMetric, ...] = (
         description="Tokens that a worker's model has sent to each expert, over all layers, if its ranks have whole "
         "experts (engine.expert_parallel).",
         observe=lambda s: [
-            Observation(number, {**_labels(w), "expert": str(expert)})
-            for w in s.workers
+            Observation(number, {**labels, "expert": str(expert)})
+            for w, labels in labelled(s)
             for expert, number in enumerate(w.load.expert_tokens)
         ],
         is_counter=True,

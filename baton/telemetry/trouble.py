@@ -6,15 +6,17 @@ that each shows its own certificates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from baton.cluster import ClusterStatus, PoolTrouble
-from baton.telemetry.observed import ObservedMetric
+from baton.telemetry.observed import ObservedMetric, model_labels
 from baton.telemetry.prometheus import Observation
 
 
-def _pools(status: ClusterStatus) -> tuple[PoolTrouble, ...]:
-    return status.controller.trouble if status.controller is not None else ()
+def _pools(status: ClusterStatus, value: Callable[[PoolTrouble], int]) -> Iterable[Observation]:
+    for model in status.models:
+        for each in model.controller.trouble if model.controller is not None else ():
+            yield Observation(value(each), {"pool": each.pool, **model_labels(model)})
 
 
 def _store_memory(status: ClusterStatus) -> Iterable[Observation]:
@@ -38,18 +40,18 @@ def _certificates(status: ClusterStatus) -> Iterable[Observation]:
 TROUBLE: tuple[ObservedMetric, ...] = (
     ObservedMetric(
         name="baton.controller_up",
-        description="1 while the router knows a controller, which starts and stops workers, else 0.",
-        observe=lambda s: [Observation(int(s.controller is not None))],
+        description="1 while the router knows a model's controller, which starts and stops its workers, else 0.",
+        observe=lambda s: [Observation(int(m.controller is not None), model_labels(m)) for m in s.models],
     ),
     ObservedMetric(
         name="baton.unplaced_workers",
         description="Workers of a pool that wait for a node with capacity for them.",
-        observe=lambda s: [Observation(each.num_unplaced, {"pool": each.pool}) for each in _pools(s)],
+        observe=lambda s: _pools(s, lambda each: each.num_unplaced),
     ),
     ObservedMetric(
         name="baton.worker_failures",
         description="Times that a worker of a pool died or could not start, as the controller counts them.",
-        observe=lambda s: [Observation(each.num_failures, {"pool": each.pool}) for each in _pools(s)],
+        observe=lambda s: _pools(s, lambda each: each.num_failures),
         is_counter=True,
     ),
     ObservedMetric(

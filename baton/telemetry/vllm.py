@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from baton.cluster import Worker
-from baton.telemetry.observed import StatusNow
+from baton.telemetry.observed import StatusNow, labelled
 from baton.telemetry.prometheus import Instrument, Observation, Observed, Renamed
 from baton.telemetry.request_metrics import RequestMetrics
 
@@ -47,35 +47,30 @@ PER_WORKER: tuple[tuple[str, str, WorkerValue, bool], ...] = (
 )
 
 
-def aliases(metrics: RequestMetrics, status: StatusNow, model: str) -> list[Instrument]:
+def aliases(metrics: RequestMetrics, status: StatusNow) -> list[Instrument]:
     """Return the instruments under vLLM's names.
 
     Args:
         status: returns the cluster; called at every scrape.
-        model: the value of the label `model_name`.
     """
-    named = {"model_name": model}
 
     def per_worker(value: WorkerValue) -> Iterable[Observation]:
-        return [Observation(value(w), {**named, "engine": w.info.id}) for w in status().workers]
+        return [Observation(value(w), _of_worker(labels)) for w, labels in labelled(status())]
 
     def cache_config() -> Iterable[Observation]:
-        for worker in status().workers:
+        for worker, labels in labelled(status()):
             sizes = {"block_size": worker.info.block_size, "num_gpu_blocks": worker.load.blocks.total}
             shown = {name: str(size) for name, size in sizes.items()}
-            yield Observation(1, {**named, "engine": worker.info.id, **shown})
-
-    def all_rows(labels: Mapping[str, str]) -> Mapping[str, str]:
-        return named
+            yield Observation(1, {**_of_worker(labels), **shown})
 
     def with_reason(labels: Mapping[str, str]) -> Mapping[str, str]:
-        return {**named, "finished_reason": labels["reason"]}
+        return {**_named(labels), "finished_reason": labels["reason"]}
 
     def answered(labels: Mapping[str, str]) -> Mapping[str, str] | None:
-        return None if labels.get("error.type") else named
+        return None if labels.get("error.type") else _named(labels)
 
     def of_stage(stage: str, labels: Mapping[str, str]) -> Mapping[str, str] | None:
-        return named if labels["stage"] == stage else None
+        return _named(labels) if labels["stage"] == stage else None
 
     shown: list[Instrument] = [
         Observed(f"vllm:{name}", text, partial(per_worker, value), is_counter=is_counter)
@@ -87,18 +82,18 @@ def aliases(metrics: RequestMetrics, status: StatusNow, model: str) -> list[Inst
     shown += [
         Renamed(source, f"vllm:{name}", text, relabel)
         for name, text, source, relabel in (
-            ("prefix_cache_queries", "Prompt tokens looked for in prefix caches.", metrics.prompt_tokens, all_rows),
-            ("prefix_cache_hits", "Prompt tokens found in prefix caches.", metrics.prefix_hit_tokens, all_rows),
-            ("prompt_tokens", "Prompt tokens of served requests.", metrics.prompt_tokens, all_rows),
-            ("generation_tokens", "Generated tokens.", metrics.generation_tokens, all_rows),
+            ("prefix_cache_queries", "Prompt tokens looked for in prefix caches.", metrics.prompt_tokens, _named),
+            ("prefix_cache_hits", "Prompt tokens found in prefix caches.", metrics.prefix_hit_tokens, _named),
+            ("prompt_tokens", "Prompt tokens of served requests.", metrics.prompt_tokens, _named),
+            ("generation_tokens", "Generated tokens.", metrics.generation_tokens, _named),
             ("request_success", "Finished choices by finish reason.", metrics.finished_choices, with_reason),
         )
     ]
     shown += [
         Renamed(source, f"vllm:{name}_seconds", text, relabel)
         for name, text, source, relabel in (
-            ("time_to_first_token", "Time from arrival to the first token.", metrics.time_to_first_token, all_rows),
-            ("inter_token_latency", "Time between two tokens of a choice.", metrics.inter_token_latency, all_rows),
+            ("time_to_first_token", "Time from arrival to the first token.", metrics.time_to_first_token, _named),
+            ("inter_token_latency", "Time between two tokens of a choice.", metrics.inter_token_latency, _named),
             ("e2e_request_latency", "Time from arrival to the last token.", metrics.request_duration, answered),
             ("request_queue_time", "Time waiting for the prefill.", metrics.stage_duration, partial(of_stage, "queue")),
             ("request_prefill_time", "Time in the prefill.", metrics.stage_duration, partial(of_stage, "prefill")),
@@ -106,3 +101,12 @@ def aliases(metrics: RequestMetrics, status: StatusNow, model: str) -> list[Inst
         )
     ]
     return shown
+
+
+def _named(labels: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the label of the model of a row of a request metric."""
+    return {"model_name": labels.get("model") or labels.get("gen_ai.request.model", "")}
+
+
+def _of_worker(labels: Mapping[str, str]) -> Mapping[str, str]:
+    return {"model_name": labels["model"], "engine": labels["worker"]}

@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from baton import api
-from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Worker
+from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, ServedModel, Worker
 from baton.costs import StepCosts
 from baton.registered_adapters import Adapters, RegisteredAdapter
 from baton.timelines import RequestList, RequestTimeline
@@ -31,7 +31,7 @@ def status_response(status: ClusterStatus) -> admin_pb2.GetStatusResponse:
             ok=status.redis_ok,
             garbage=[to_pb(each, admin_pb2.StoreGarbage) for each in status.store_garbage],
         ),
-        models=[to_pb(model, admin_pb2.ServedModel) for model in status.models],
+        models=[_model(model) for model in status.models],
         controller=_controller(status.controller) if status.controller else None,
     )
 
@@ -61,8 +61,8 @@ def role_response(worker: Worker) -> admin_pb2.SetWorkerRoleResponse:
     return admin_pb2.SetWorkerRoleResponse(worker=_worker(worker))
 
 
-def registered_adapter(registered: RegisteredAdapter) -> admin_pb2.RegisteredAdapter:
-    """Encode a registered adapter."""
+def registered_adapter(registered: RegisteredAdapter, model: str) -> admin_pb2.RegisteredAdapter:
+    """Encode a registered adapter of a base model."""
     adapter = registered.adapter
     return admin_pb2.RegisteredAdapter(
         name=adapter.name,
@@ -71,6 +71,7 @@ def registered_adapter(registered: RegisteredAdapter) -> admin_pb2.RegisteredAda
         rank=adapter.rank,
         num_bytes=registered.num_bytes,
         since_s=registered.since_s,
+        model=model,
     )
 
 
@@ -79,9 +80,10 @@ def adapter_as_json(message: admin_pb2.RegisteredAdapter) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
-def adapters_response(adapters: Adapters) -> admin_pb2.ListAdaptersResponse:
-    """Encode the registered adapters, ordered by name."""
-    return admin_pb2.ListAdaptersResponse(adapters=[registered_adapter(adapters[name]) for name in sorted(adapters)])
+def adapters_response(adapters: Mapping[str, Adapters]) -> admin_pb2.ListAdaptersResponse:
+    """Encode the registered adapters of base models, ordered by model and name."""
+    listed = [registered_adapter(of[name], model) for model, of in sorted(adapters.items()) for name in sorted(of)]
+    return admin_pb2.ListAdaptersResponse(adapters=listed)
 
 
 def step_costs(message: admin_pb2.StepCosts) -> StepCosts:
@@ -130,13 +132,29 @@ def status_as_json(message: admin_pb2.GetStatusResponse) -> dict[str, Any]:
     for garbage in result["redis"]["garbage"]:
         garbage["times"] = int(garbage["times"])
     for router in result["routers"]:
-        for name in ("met", "missed", "rejected"):
-            router[name] = int(router[name])
+        for counted in (router, *router["models"]):
+            for name in ("met", "missed", "rejected"):
+                counted[name] = int(counted[name])
     return result
 
 
-def _pools(status: ClusterStatus) -> dict[str, admin_pb2.Pool]:
-    return {name: to_pb(pool, admin_pb2.Pool) for name, pool in status.pools.items()}
+def _pools(of: ClusterStatus | ServedModel) -> dict[str, admin_pb2.Pool]:
+    return {name: to_pb(pool, admin_pb2.Pool) for name, pool in of.pools.items()}
+
+
+def _model(model: ServedModel) -> admin_pb2.ServedModel:
+    return admin_pb2.ServedModel(
+        id=model.id,
+        path=model.path,
+        content_id=model.content_id,
+        release=model.release,
+        share=model.share,
+        state=model.state,
+        pools=_pools(model),
+        controller=_controller(model.controller) if model.controller else None,
+        held=model.held,
+        wake_s=model.wake_s,
+    )
 
 
 def _controller(info: ControllerInfo) -> admin_pb2.Controller:
@@ -147,16 +165,20 @@ def _controller(info: ControllerInfo) -> admin_pb2.Controller:
 def _workers(status: ClusterStatus) -> list[admin_pb2.Worker]:
     held = {digest for worker in status.workers for digest in worker.load.adapters}
     names: dict[str, str] = {}
-    if held:
-        names = {each.adapter.digest: name for name, each in status.adapters.items() if each.adapter.digest in held}
-    return [_worker(worker, names) for worker in status.workers]
+    for adapters in status.adapters.values() if held else ():
+        names |= {each.adapter.digest: name for name, each in adapters.items() if each.adapter.digest in held}
+    releases = {model.content_id: model.release for model in status.models}
+    return [_worker(worker, names, releases.get(worker.info.content_id, "")) for worker in status.workers]
 
 
-def _worker(worker: Worker, adapter_names: Mapping[str, str] = MappingProxyType({})) -> admin_pb2.Worker:
+def _worker(
+    worker: Worker, adapter_names: Mapping[str, str] = MappingProxyType({}), release: str = ""
+) -> admin_pb2.Worker:
     """Encode a worker.
 
     Args:
         adapter_names: digests of registered adapters, with their names.
+        release: release of its model; empty: not known.
     """
     info, load = worker.info, worker.load
     return admin_pb2.Worker(
@@ -193,4 +215,5 @@ def _worker(worker: Worker, adapter_names: Mapping[str, str] = MappingProxyType(
         max_adapters=info.max_adapters,
         adapters=[adapter_names.get(digest) or digest[:DIGEST_SHOWN] for digest in load.adapters],
         adapter_load_s=load.adapter_load_s,
+        release=release,
     )

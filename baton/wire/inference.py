@@ -100,9 +100,9 @@ def generate_request_from_pb(
     )
 
 
-def tokenize_request_from_pb(message: inference_pb2.TokenizeRequest) -> tuple[str, api.PromptInput]:
-    """Decode a request to tokenize: the model and the prompt. Raises like `generate_request_from_pb`."""
-    return message.model, _prompt_from_pb(message)
+def tokenize_request_from_pb(message: inference_pb2.TokenizeRequest) -> api.PromptInput:
+    """Decode the prompt of a request to tokenize. Raises like `generate_request_from_pb`."""
+    return _prompt_from_pb(message)
 
 
 def tokenize_response(token_ids: tuple[int, ...], max_model_len: int) -> inference_pb2.TokenizeResponse:

@@ -18,7 +18,7 @@ from deploy.say import say
 COMMANDS = {
     "up": (
         "serve:up",
-        "Serve a model on this machine: Redis, Ray, both pools and the routers. Ctrl-C stops everything.",
+        "Serve models on this machine: Redis, Ray, the pools and the routers. Ctrl-C stops everything.",
     ),
     "run": (
         "serve:run",
@@ -43,6 +43,10 @@ COMMANDS = {
         "Drain a worker: its requests migrate to other workers, and a new worker replaces it. Waits until it is gone.",
     ),
     "role": ("operate:role", "Move a worker with its cache to the other pool, and adjust the sizes of both pools."),
+    "wake": (
+        "operate:wake",
+        "Start the workers of a model that sleeps, before a request does. A model that is awake is left as it is.",
+    ),
     "adapters": (
         "operate:adapters",
         "List, add or remove LoRA adapters, which clients request by name like models.",

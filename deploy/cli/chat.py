@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.addresses import DEFAULT_ADDRESS
-from deploy.cli.options import Address, ApiKey, options_from_fields
+from deploy.cli.options import Address, ApiKey, RequestedModel, options_from_fields
 from deploy.operator.trust import TrustOptions
 
 
@@ -33,6 +33,7 @@ def chat(
     options: AnswerOptions,
     address: Address = DEFAULT_ADDRESS,
     api_key: ApiKey = "",
+    model: RequestedModel = "",
     system: Annotated[str, typer.Option(help="System message.")] = "",
 ) -> None:
     """Chat with the model in the terminal. Each line is a message; replies are streamed.
@@ -44,4 +45,4 @@ def chat(
     from deploy.cli.conversation import converse
     from deploy.operator.client import Access
 
-    converse(address, Access(api_key, trust.read()), options.given(), system)
+    converse(address, Access(api_key, trust.read()), options.given(), system=system, model=model)

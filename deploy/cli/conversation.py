@@ -19,7 +19,7 @@ COMMANDS = f"{EXIT} or Ctrl-D ends the chat, {RESET} starts a new one, Ctrl-C st
 PROMPT = "> "
 
 
-def converse(address: str, access: Access, options: Mapping[str, int | float], system: str) -> None:
+def converse(address: str, access: Access, options: Mapping[str, int | float], *, system: str, model: str = "") -> None:
     """Chat with the model; each line of standard input is a message.
 
     Args:
@@ -27,12 +27,13 @@ def converse(address: str, access: Access, options: Mapping[str, int | float], s
         access: the API key and TLS for the router.
         options: sampling parameters of every reply, by their names, which are the same in every API.
         system: system message; empty: none.
+        model: model or adapter; empty: the router's default.
     """
     speaker: Speaker
     if is_url(address):
-        speaker = HttpSpeaker(HttpClient(address, access, ANSWER_S), options)
+        speaker = HttpSpeaker(HttpClient(address, access, ANSWER_S), options, model)
     else:
-        speaker = GrpcSpeaker(Client(address, access.api_key, access.tls), options)
+        speaker = GrpcSpeaker(Client(address, access.api_key, access.tls), options, model)
     with contextlib.closing(speaker):
         if sys.stdin.isatty():
             import readline  # noqa: F401 - it gives `input` a history and editing keys

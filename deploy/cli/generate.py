@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.options import ClientOptions, options_from_fields
+from deploy.cli.options import ClientOptions, RequestedModel, options_from_fields
 
 
 @options_from_fields
 def generate(
     text: Annotated[str, typer.Argument(help="Prompt.")],
     target: ClientOptions,
+    model: RequestedModel = "",
     max_tokens: Annotated[int, typer.Option(help="Maximum length of the output, in tokens.")] = 128,
     temperature: Annotated[
         float | None, typer.Option(help="Sampling temperature; 0 is greedy. Default: the model's own.")
@@ -26,6 +27,6 @@ def generate(
     """Generate text for a prompt, and stream it."""
     from deploy.operator.answer import print_answer, request_of
 
-    request = request_of(text, chat=chat, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    request = request_of(text, model=model, chat=chat, max_tokens=max_tokens, temperature=temperature, seed=seed)
     with contextlib.closing(target.client()) as client:
         print_answer(request, client, target.as_json)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from baton.errors import InvalidRequest
-from deploy.cli.options import AsJson, ClientOptions, ConfigFile, options_from_fields
+from deploy.cli.options import AsJson, ConfigFile, ModelOptions, options_from_fields
 from deploy.say import say
 
 
@@ -52,7 +52,7 @@ def show_config(
 
 @options_from_fields
 def logs(
-    target: ClientOptions,
+    target: ModelOptions,
     part: Annotated[
         str,
         typer.Argument(

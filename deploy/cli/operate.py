@@ -18,6 +18,7 @@ from deploy.cli.options import (
     AsJson,
     ClientOptions,
     ConfigFile,
+    ModelOptions,
     TimeoutS,
     console,
     options_from_fields,
@@ -41,7 +42,7 @@ WorkerId = Annotated[str, typer.Argument(help="Worker id, as shown by `baton sta
 def scale_pool(
     pool: Annotated[str, typer.Argument(help="prefill or decode.")],
     num_workers: Annotated[int, typer.Argument(metavar="N", min=0, help="Desired number of workers.")],
-    target: ClientOptions,
+    target: ModelOptions,
     *,
     wait: Annotated[bool, typer.Option(help="Wait until the pool has this number of ready workers.")] = True,
     timeout_s: TimeoutS = 600.0,
@@ -70,7 +71,7 @@ def scale_pool(
 
 
 @options_from_fields
-def drain(worker: WorkerId, target: ClientOptions, timeout_s: TimeoutS = 600.0) -> None:
+def drain(worker: WorkerId, target: ModelOptions, timeout_s: TimeoutS = 600.0) -> None:
     """Drain a worker: its requests migrate to other workers, and a new worker replaces it. Waits until it is gone."""
     from deploy.operator.orders import drain
 
@@ -82,7 +83,7 @@ def drain(worker: WorkerId, target: ClientOptions, timeout_s: TimeoutS = 600.0) 
 def role(
     worker: WorkerId,
     role: Annotated[str, typer.Argument(help="prefill or decode.")],
-    target: ClientOptions,
+    target: ModelOptions,
     force: Annotated[bool, typer.Option("--force", help="Change the role even if the pool becomes empty.")] = False,
 ) -> None:
     """Move a worker with its cache to the other pool, and adjust the sizes of both pools.
@@ -96,9 +97,25 @@ def role(
 
 
 @options_from_fields
+def wake(
+    model: Annotated[str, typer.Argument(help="Model: its name, its release or its content id.")],
+    target: ClientOptions,
+    *,
+    wait: Annotated[bool, typer.Option(help="Wait until the model is ready.")] = True,
+    timeout_s: TimeoutS = 600.0,
+) -> None:
+    """Start the workers of a model that sleeps, before a request does. A model that is awake is left as it is."""
+    from deploy.operator.client import Client
+    from deploy.operator.orders import wake
+
+    with contextlib.closing(Client(target.address, target.api_key, target.read(), model=model)) as client:
+        wake(client, console(), model, timeout_s=timeout_s if wait else 0, as_json=target.as_json)
+
+
+@options_from_fields
 def adapters(
     action: Annotated[AdapterAction, typer.Argument(help="What to do.")],
-    target: ClientOptions,
+    target: ModelOptions,
     name: Annotated[str, typer.Argument(help="Name of the adapter, for add and remove.", show_default=False)] = "",
     path: Annotated[
         str, typer.Argument(help="Folder with adapter_config.json and the weights, for add.", show_default=False)
@@ -120,7 +137,7 @@ def adapters(
 
 @options_from_fields
 def status(
-    target: ClientOptions,
+    target: ModelOptions,
     explain: Annotated[
         str,
         typer.Option(metavar="REQUEST", help="Show the timeline and the placement of the request with this id."),
@@ -137,7 +154,7 @@ def status(
 
         if explain or target.as_json:
             raise InvalidRequest("--watch cannot be combined with --explain or --json")
-        watch(target.address, Terminal(), Access(target.api_key, target.read()))
+        watch(target.address, Terminal(), Access(target.api_key, target.read()), model=target.model)
         return
     with contextlib.closing(target.client()) as client:
         if explain:
@@ -176,6 +193,9 @@ def requests(
 @options_from_fields
 def autoscale(
     trust: TrustOptions,
+    model: Annotated[
+        str, typer.Option(help="Model, if there are several: its name, its release or its content id.")
+    ] = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the decision and its reasons. Required; no other mode exists.")
     ] = False,
@@ -207,5 +227,5 @@ def autoscale(
             "BATON_AUTOSCALE_ENABLED=true so that the controller changes them"
         )
     settings = baton_config.load(config)
-    with contextlib.closing(Client(address, api_key, trust.read())) as client:
+    with contextlib.closing(Client(address, api_key, trust.read(), model=model)) as client:
         run(client, settings, seconds or settings.autoscale.window_s, watch, as_json)

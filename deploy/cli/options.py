@@ -30,6 +30,9 @@ ApiKey = Annotated[
 Address = Annotated[str, typer.Option(help="Address of the router, host:port.", envvar="BATON_ADDRESS")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
+RequestedModel = Annotated[
+    str, typer.Option(help="Model or adapter to request. Default: the only model, or the one of router.default_model.")
+]
 TimeoutS = Annotated[
     float, typer.Option("--timeout", help="Seconds to wait. The change continues in the background after a timeout.")
 ]
@@ -48,6 +51,21 @@ class ClientOptions(TrustOptions):
         from deploy.operator.client import Client
 
         return Client(self.address, self.api_key, self.read())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions(ClientOptions):
+    """Access of a command that concerns one model, if the cluster serves several."""
+
+    model: Annotated[
+        str, typer.Option(help="Model, if there are several: its name, its release or its content id.")
+    ] = ""
+
+    def client(self) -> Client:
+        """Return a new client for the model, which the caller must close."""
+        from deploy.operator.client import Client
+
+        return Client(self.address, self.api_key, self.read(), model=self.model)
 
 
 @functools.cache

@@ -11,15 +11,16 @@ from typing import Any
 
 from baton import config as baton_config
 from baton.errors import BatonError, NoWorker
-from deploy.cli.options import ClientOptions, console
+from deploy.cli.options import ModelOptions, console
 from deploy.local.log_files import follow, last_lines, log_files
 from deploy.models import cache_dir
 from deploy.operator import worker_log
 from deploy.operator.client import Access, Client
+from deploy.operator.tables import has_several_releases
 from deploy.say import say
 
 
-def show(target: ClientOptions, part: str, num_lines: int, *, is_followed: bool, config: Path | None) -> None:
+def show(target: ModelOptions, part: str, num_lines: int, *, is_followed: bool, config: Path | None) -> None:
     """Print the last lines of a part's log, or the names of the parts that have one.
 
     Args:
@@ -45,8 +46,9 @@ def show(target: ClientOptions, part: str, num_lines: int, *, is_followed: bool,
             more = follow(files[part], size)
         else:
             endpoints = worker_log.endpoints(client, target.address, access)
-            every = worker_log.read(endpoints, part)
-            lines, more = every[len(every) - min(num_lines, len(every)) :], worker_log.follow(endpoints, part, every)
+            every = worker_log.read(endpoints, part, target.model)
+            lines = every[len(every) - min(num_lines, len(every)) :]
+            more = worker_log.follow(endpoints, part, every, target.model)
         with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
             _print_lines(itertools.chain(lines, more) if is_followed else lines, part, target.as_json)
 
@@ -75,6 +77,7 @@ def _list_logs(workers: list[dict[str, Any]], files: dict[str, Path], as_json: b
     if not workers and not files:
         raise NoWorker("no worker is known, and no `baton up` on this machine has left a log")
     for worker in workers:
-        say(f"{worker['id']}: a {worker['role']} worker")
+        of_release = f" of {worker['release']}" if has_several_releases(workers) else ""
+        say(f"{worker['id']}: a {worker['role']} worker{of_release}")
     for name, path in files.items():
         say(f"{name}: {path}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,15 +28,36 @@ class UpOptions:
         str | None, typer.Option(help="host:port of an existing Ray cluster in which to run the workers.")
     ] = None
     model: Annotated[
-        str | None,
-        typer.Option(help="Model: a hub id, a local folder, smollm2-135m-instruct (the default) or gemma-3-270m."),
-    ] = None
+        tuple[str, ...],
+        typer.Option(
+            help="Model: a hub id, a local folder, smollm2-135m-instruct (the default) or gemma-3-270m. If repeated, "
+            "the cluster serves several models, each with its own pools."
+        ),
+    ] = ()
 
     def applied(self, settings: Config) -> Config:
+        """Return the settings of the first model with these options."""
         given = {name: value for name in _CLUSTER if (value := getattr(self, name)) is not None}
         cluster = dataclasses.replace(settings.cluster, **given)
-        model = settings.model if self.model is None else dataclasses.replace(settings.model, id=self.model)
+        model = dataclasses.replace(settings.model, id=self.model[0]) if self.model else settings.model
         return dataclasses.replace(settings, cluster=cluster, model=model)
+
+    def of_each_model(self, settings: Config, files: Sequence[Path]) -> list[Config]:
+        """Return the settings of each model.
+
+        Args:
+            settings: settings of the cluster and of its first model, from the first file and the environment.
+            files: files of further models.
+
+        Raises:
+            ConfigError: a file cannot be read, or has a setting that a further model may not have.
+        """
+        from baton.config import read_file
+        from deploy.local.models import another_model
+
+        first = self.applied(settings)
+        others = [another_model(first, read_file(path), str(path)) for path in files]
+        return [first, *others, *(another_model(first, {"model": {"id": each}}, "--model") for each in self.model[1:])]
 
 
 _CLUSTER = ("prefill", "decode", "routers", "ray_address")
@@ -43,11 +66,20 @@ _CLUSTER = ("prefill", "decode", "routers", "ray_address")
 @options_from_fields
 def up(
     options: UpOptions,
-    config: ConfigFile = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="YAML file with settings. If repeated, each further file has the settings of one more model."
+        ),
+    ] = None,
     ask: Annotated[str | None, typer.Option(help="Prompt to send when the cluster is ready.")] = None,
     api_key: ApiKey = "",
 ) -> None:
-    """Serve a model on this machine: Redis, Ray, both pools and the routers. Ctrl-C stops everything.
+    """Serve models on this machine: Redis, Ray, the pools and the routers. Ctrl-C stops everything.
+
+    Several models share the machine's memory and GPUs, and one address: clients
+    name the model that they request. --prefill and --decode set the pools of each
+    model.
 
     Prints `BATON READY grpc=HOST:PORT http=HOST:PORT` when it accepts requests. BATON_GRPC_PORT and BATON_HTTP_PORT set
     the ports.
@@ -55,7 +87,8 @@ def up(
     from deploy.cli.serving import serve
     from deploy.cli.settings import loaded
 
-    serve(options.applied(loaded(config)), ask, api_key)
+    files = config or []
+    serve(options.of_each_model(loaded(files[0] if files else None), files[1:]), ask, api_key)
 
 
 def run(

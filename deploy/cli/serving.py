@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 
 from baton.config import Config
 from baton.errors import BatonError
@@ -16,21 +17,26 @@ from deploy.operator.client import Client
 from deploy.say import say
 
 
-def serve(settings: Config, ask: str | None, api_key: str) -> None:
+def serve(settings: Sequence[Config], ask: str | None, api_key: str) -> None:
     """Run a whole cluster until Ctrl-C.
 
     Args:
-        settings: the cluster's settings.
+        settings: settings of each model; the first one also says what all models share.
         ask: prompt to send when the cluster is ready; None: no prompt.
         api_key: API key for that prompt.
     """
     asyncio.run(up(settings, console(), lambda ready: _on_ready(ready, ask, api_key)))
 
 
-def _on_ready(settings: Config, ask: str | None, api_key: str) -> None:
+def _on_ready(models: Sequence[Config], ask: str | None, api_key: str) -> None:
+    settings = models[0]
     cluster = settings.cluster
     address = f"{cluster.host}:{cluster.grpc_port}"
     say(f"BATON READY grpc={address} http={cluster.host}:{cluster.http_port}")
+    if len(models) > 1:
+        names = ", ".join(dict.fromkeys(each.model.served_name for each in models))
+        default = settings.router.default_model
+        console().print(f"==> Models: {names}; requests that name none go to {default}", style="dim", markup=False)
     if ask is not None:
         _answer(settings, ask, api_key)
     console().print(f"==> Page: {page_url(settings)}   Ctrl-C stops everything. In another terminal:", style="dim")

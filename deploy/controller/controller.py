@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Generator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from baton.cluster import (
     PoolStatus,
     PoolTrouble,
     Role,
+    RouterInfo,
     Worker,
     WorkerInfo,
     WorkerLoad,
@@ -35,9 +36,13 @@ from baton.config import Config, without_password
 from baton.errors import StoreUnavailable
 from baton.rpc import MalformedCount
 from baton.rpc.member_auth import MemberLink
+from baton.serving_files import ServingFiles
 from baton.tls import Tls
 from baton.trust import KeyFile
+from deploy.controller.announcement import ModelAnnouncer
+from deploy.controller.claim import is_surely_gone
 from deploy.controller.lease_watch import LeaseWatch
+from deploy.controller.model_copy import ModelCopy
 from deploy.controller.reconcile import (
     EndWorker,
     ForgetWorker,
@@ -51,6 +56,7 @@ from deploy.controller.reconcile import (
     reconcile,
 )
 from deploy.controller.serving_pools import PoolSpecs
+from deploy.controller.sleeping import awoken, resized, wake_problem
 from deploy.controller.state import ControllerState, RoleChange, StateFile
 from deploy.controller.worker_life import ADOPTION_S, ManagedWorker, WorkerLives
 from deploy.kubernetes.node_plan import NodeLayout, NodePod, PlacedWorker, PodRollout, pod_rollout
@@ -58,7 +64,7 @@ from deploy.kubernetes.serving_pool import PoolReport, PoolSpec
 from deploy.ray_pools.actors import RayActors
 from deploy.scaling.values import ScalingDecision
 from kvstore.index import CountingMirror
-from kvstore.leases import LeaseStore
+from kvstore.leases import EndpointStore, LeaseStore
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +75,8 @@ ROOM_S = 10.0
 TURN_S = 1.0
 """Time without an answer of its node after which a starting worker counts as waiting for its turn."""
 CHECK_RAY_S = 5.0
+COPY_S = 1.0
+"""Interval between checks whether the copy of the model's files is the announced one, and between attempts to copy."""
 STATES = {
     WorkerPhase.DOWN: WorkerState.DEAD,
     WorkerPhase.STARTING: WorkerState.STARTING,
@@ -97,6 +105,7 @@ class Controller:
         malformed: MalformedCount,
         actors: RayActors,
         leases: LeaseStore,
+        endpoint: EndpointStore,
         mirror: CountingMirror,
         path: Path,
         state: ControllerState,
@@ -111,12 +120,22 @@ class Controller:
         self._mirror = mirror
         self._file = StateFile(path, state)
         self._specs = PoolSpecs(config)
-        self._lives = WorkerLives(config.cluster, actors, self._specs, must_start=is_first, link=MemberLink(keys, tls))
-        self._watch = LeaseWatch(config.index, me, leases, self._lives, self._file)
+        link = MemberLink(keys, tls)
+        self._lives = WorkerLives(config.cluster, actors, self._specs, must_start=is_first, link=link)
+        self._model = ModelAnnouncer(config, endpoint, self._file)
+        self._copy = ModelCopy(path.with_name(f"{path.name}.files"), link)
+        self._watch = LeaseWatch(config.index, me, leases, model=self._model, lives=self._lives)
         self._malformed = malformed
         self._layout = NodeLayout(dict.fromkeys(Role, ""))
         self._pods: Sequence[NodePod] = ()
+        self._follows_specs = True
+        self._wake_refusal = ""
+        """Reason why the latest wake-up could not begin; empty: it could."""
         self._is_whole = asyncio.Event()
+
+    async def claim(self) -> None:
+        """Make sure that no other cluster serves this model in the same Redis. Raises ConfigError if one does."""
+        await self._watch.claim()
 
     async def adopt(self) -> None:
         """Take over the running workers, with or without an actor. Other workers in the state are restarted.
@@ -124,6 +143,7 @@ class Controller:
         Raises:
             ConfigError: Ray does not answer.
         """
+        await self._copy.open()
         found = set(await self._actors.ids())
         leased = await self._leased(self.state.pools.keys() - found)
         # If the state file is lost, a worker's lease has its role, and its actor has the pool.
@@ -173,12 +193,14 @@ class Controller:
         """Keep the pools at their sizes until cancelled.
 
         Raises:
-            ConfigError: Ray no longer answers, or the Ray node of this process is gone.
+            ConfigError: Ray no longer answers, the Ray node of this process is gone, or another cluster serves this
+                model in the same Redis.
             BatonError: during the first start, a worker cannot run as configured.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._reconcile(), name="reconcile")
             tasks.create_task(self._watch.run(), name="redis")
+            tasks.create_task(self._keep_copy(), name="model files")
             tasks.create_task(self._check_ray(), name="ray")
             tasks.create_task(self._until_failed(), name="failure")
 
@@ -187,8 +209,35 @@ class Controller:
         await self._is_whole.wait()
 
     async def end_workers(self) -> None:
-        """Let every worker leave the cluster, and end its process. `run` must have ended."""
+        """Let the model leave its endpoint and every worker the cluster, and end the workers. `run` must have ended.
+
+        Routers refuse new requests as soon as they have read that the model leaves. Running ones may complete before
+        the workers end, because no other worker could continue them.
+        """
+        cluster = self.config.cluster
+        try:
+            async with asyncio.timeout(min(cluster.drain_timeout_s, cluster.stop_timeout_s / 2)):
+                await self._until_unused()
+        except StoreUnavailable as error:
+            logger.warning("routers do not learn that the model leaves: %s", error)
+        except TimeoutError:
+            logger.warning("requests still run, and end with their workers")
         await self._lives.end_all()
+
+    async def _until_unused(self) -> None:
+        """Announce that the model leaves, and wait until no request of it runs. Raises StoreUnavailable."""
+        self._model.is_leaving = True
+        await self._watch.exchange()
+        while self._lives.workers and await self._callers():
+            await asyncio.sleep(self.config.index.poll_s)  # for routers that have not read it yet
+            await self._watch.exchange()
+            in_flight = sum(model.in_flight for router in await self._callers() for model in router.models)
+            if not in_flight + self._watch.num_sequences():
+                return
+
+    async def _callers(self) -> list[RouterInfo]:
+        """Return the routers that may send requests to the workers. Raises StoreUnavailable."""
+        return [router for router in await self._model.routers() if not await is_surely_gone(router.grpc)]
 
     async def let_go(self) -> None:
         """Stop following the workers, which keep running. `run` must have ended."""
@@ -255,12 +304,26 @@ class Controller:
         return ClusterStatus(
             pools={role.value: self.pool(role) for role in Role},
             workers=tuple(await self._leases.list_workers()),
-            routers=tuple(await self._leases.list_routers()),
+            routers=await self._model.routers(),
             redis_address=without_password(self.config.index.redis_url),
             redis_ok=True,
             models=(),
             controller=self._watch.me,
         )
+
+    @property
+    def has_copy(self) -> bool:
+        """True if it has the model's files as announced, so that routers can read them while no worker runs."""
+        return bool(self.state.files) and self._copy.digest == self.state.files
+
+    def read_files(self, digest: str) -> ServingFiles:
+        """Return the copy of the model's files, from a thread. Raises Conflict if it has another digest."""
+        return self._copy.read(digest)
+
+    def refuse_to_wake(self, reason: str) -> None:
+        """Announce the reason why a wake-up cannot begin; empty: it can."""
+        self._wake_refusal = reason
+        self._announce_problem()
 
     def record(self, state: ControllerState) -> None:
         """Write a decision to the state file; the next round carries it out.
@@ -284,6 +347,7 @@ class Controller:
         if all(num_serving(observed.values(), role) >= self.state.desired[role] for role in Role):
             self._lives.must_start = False
             self._is_whole.set()
+        self._end_wake_up(observed)
         self._log_waits(observed)
         giving_way = GivingWay(in_place=self.config.kubernetes.in_place, room=self._rollout.room)
         workers_now, cluster = list(observed.values()), self.config.cluster
@@ -303,6 +367,11 @@ class Controller:
                 case ForgetWorker(worker_id):
                     del workers[worker_id]
                     self._record_workers()
+
+    def _end_wake_up(self, observed: Mapping[str, ObservedWorker]) -> None:
+        if self.state.sleep and (state := awoken(self.state, observed.values(), self.config, time.time())):
+            logger.info("the model is awake, %.1f s after the request", state.wake_s)
+            self.record(state)
 
     def _replace_changed(self) -> None:
         """Retire workers whose settings have changed since their start, a few of a pool that is whole at a time."""
@@ -344,6 +413,15 @@ class Controller:
 
     # -- Kubernetes ----------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def own_sizes(self) -> Generator[None]:
+        """Context manager: the sizes are those of the state, while they are written to the ServingPools."""
+        self._follows_specs = False
+        try:
+            yield
+        finally:
+            self._follows_specs = True
+
     def follow(self, role: Role, spec: PoolSpec) -> None:
         """Follow this specification of the role's ServingPool from now on."""
         self._specs.put(role, spec)
@@ -382,23 +460,44 @@ class Controller:
 
     def _follow_specs(self) -> None:
         """Apply the ServingPools' sizes, except during a change of role, which changes both sizes itself."""
-        if self.state.role_change is not None:
+        if self.state.role_change is not None or not self._follows_specs:
             return
         desired = self._specs.followed(self.state.desired)
         if desired != self.state.desired:
             logger.info("the ServingPools ask for %s", ", ".join(f"{size} {role}" for role, size in desired.items()))
-            self.record(replace(self.state, desired=desired))
+            self.record(resized(self.state, desired, time.time()))
 
     # -- observing -----------------------------------------------------------------------------------------------------
 
     async def _reconcile(self) -> None:
         while True:
             self._watch.me = replace(self._watch.me, malformed=self._malformed.total, trouble=self.trouble())
+            self._announce_problem()
             self._lives.due.clear()
             self.step()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._lives.due.wait()
+
+    def _announce_problem(self) -> None:
+        """Update the reason why a wake-up makes no progress, and announce it at once if it is another one."""
+        if self.state.sleep is None:
+            self._wake_refusal = ""
+        failures = {worker.id: worker.failure for worker in self._lives.workers.values() if worker.failure}
+        observed = self.observed().values() if self.state.sleep else ()
+        problem = wake_problem(self.state, observed, failures, self._wake_refusal)
+        if problem != self._model.problem:
+            self._model.problem = problem
+            self._watch.publish_due.set()
+            if problem:
+                logger.warning("the model does not wake: %s", problem)
+
+    async def _keep_copy(self) -> None:
+        """Keep a copy of the model's files."""
+        while True:
+            if self.state.files and not self.has_copy:
+                await self._copy.fetch(self.state.files, self._watch.providers(self.state.files))
+            await asyncio.sleep(COPY_S)
 
     async def _check_ray(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Exchange of the controller with Redis: announces itself and the sizes, and reads the workers' leases.
+"""Exchange of the controller with Redis: announces itself, its model and the sizes, and reads the workers' leases.
 
 The leases show the workers that hang (no lease for a long time, although the process runs) and the workers that drain
 without the controller's command. While Redis is unreachable, the last known state stays in force.
@@ -13,11 +13,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton.cluster import ControllerInfo, Role, Worker, WorkerState
+from baton.cluster import ControllerInfo, Role, Worker, WorkerInfo, WorkerState
 from baton.config import IndexConfig
 from baton.errors import StoreUnavailable
+from deploy.controller.announcement import ModelAnnouncer
+from deploy.controller.claim import Claim
 from deploy.controller.reconcile import WorkerPhase
-from deploy.controller.state import StateFile
 from deploy.controller.worker_life import ManagedWorker, WorkerLives
 from kvstore.leases import LeaseStore
 
@@ -49,45 +50,86 @@ class LeaseWatch:
 
     Attributes:
         me: the controller's address and identity for routers; announced in every round.
-        publish_due: set when the sizes in `state` have changed and must be published immediately.
+        model: announcer of the model; it announces in every round, too.
+        publish_due: set when the sizes or the announcement have changed and must be published immediately.
     """
 
     def __init__(
-        self, config: IndexConfig, me: ControllerInfo, leases: LeaseStore, lives: WorkerLives, state: StateFile
+        self, config: IndexConfig, me: ControllerInfo, leases: LeaseStore, *, model: ModelAnnouncer, lives: WorkerLives
     ) -> None:
         self.me = me
+        self.model = model
         self.publish_due = asyncio.Event()
         self._config = config
         self._leases = leases
+        self._claim = Claim(leases, me, config.lease_s)
         self._lives = lives
-        self._state = state
+        self._state = model.state
         self._last = _LastAnswer()
 
     def lease_of(self, worker_id: str) -> Worker | None:
         """Return the worker's latest lease; None: it had none, or an invalid one."""
         return self._last.leases.get(worker_id)
 
+    def providers(self, digest: str) -> list[WorkerInfo]:
+        """Return the ready workers that have the model's files with this digest, the newest one first."""
+        leases = self._last.leases.values()
+        ready = [each.info for each in leases if each.load.state is WorkerState.READY and each.info.files == digest]
+        return sorted(ready, key=lambda info: -info.epoch)
+
+    def num_sequences(self) -> int:
+        """Return the number of sequences that run or wait on the workers, as of the latest leases."""
+        return sum(each.load.running + each.load.waiting for each in self._last.leases.values())
+
+    async def claim(self) -> None:
+        """Make sure that no other cluster serves this model in the same Redis, if Redis answers.
+
+        Raises:
+            ConfigError: one does.
+        """
+        try:
+            await self._claim.hold()
+        except StoreUnavailable as error:
+            logger.warning("Redis is unreachable; whether another cluster serves this model is unknown: %s", error)
+
     async def run(self) -> None:
         """Announce and read until cancelled.
 
-        Redis holds a copy of the sizes. They are rewritten if the copy differs, or after Redis has lost its data (a new
-        boot token).
+        Raises:
+            ConfigError: another cluster serves this model in the same Redis, or the state file cannot be written.
         """
         while True:
             self.publish_due.clear()
             try:
-                await self._leases.announce_controller(self.me)
-                current = (await self._leases.boot(), self._state.current.desired)
-                sizes = {role.value: size for role, size in current[1].items()}
-                if current != self._last.published or not sizes.items() <= (await self._leases.get_desired()).items():
-                    await self._leases.set_desired(sizes)
-                    self._last.published = current
-                self._learn(await self._leases.list_leases(), current[0], time.monotonic())
+                await self.exchange()
             except StoreUnavailable as error:
                 logger.debug("Redis is unreachable; continuing with the last known state: %s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(self._config.renew_s, self._config.poll_s)):
                     await self.publish_due.wait()
+
+    async def exchange(self) -> None:
+        """Announce and read once.
+
+        Redis holds a copy of the sizes. They are rewritten if the copy differs, or after Redis has lost its data (a new
+        boot token). The model is announced before the sizes: routers then hold requests for a model that falls asleep,
+        instead of refusing them because its pools are empty.
+
+        Raises:
+            StoreUnavailable: Redis does not answer.
+            ConfigError: see `run`.
+        """
+        await self._claim.hold()
+        await self._leases.announce_controller(self.me)
+        await self.model.announce()
+        current = (await self._leases.boot(), self._state.current.desired)
+        sizes = {role.value: size for role, size in current[1].items()}
+        if current != self._last.published or not sizes.items() <= (await self._leases.get_desired()).items():
+            await self._leases.set_desired(sizes)
+            self._last.published = current
+        self._learn(await self._leases.list_leases(), current[0], time.monotonic())
+        if self.model.learn(self._last.leases.values()):
+            self.publish_due.set()
 
     def _learn(self, leases: Mapping[str, Worker | None], boot: str, now_s: float) -> None:
         """Flag silent workers, kill those that stay silent, and flag those that drain on their own.

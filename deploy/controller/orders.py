@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
@@ -17,10 +18,13 @@ from baton.tasks import cancel_and_wait
 from deploy.controller.controller import Controller
 from deploy.controller.kubernetes_side import Kubernetes
 from deploy.controller.reconcile import ObservedWorker, WorkerPhase, is_serving
+from deploy.controller.sleeping import EMPTY, fallen_asleep, resized, wake_sizes
 from deploy.controller.state import RoleChange, min_workers
 
 logger = logging.getLogger(__name__)
 
+RETRY_S = 5.0
+"""Interval between attempts to wake a model that must not sleep."""
 AskForRoom = Callable[[Mapping[Role, int], Mapping[Role, int]], Awaitable[str]]
 """Returns the reason why the pools cannot grow from the first sizes to the second ones here; empty: they can."""
 
@@ -40,10 +44,19 @@ class Orders:
         self._kubernetes = kubernetes
         self._room = room
         self._changing: asyncio.Task[None] | None = None
+        self._waking: asyncio.Task[None] | None = None
+        self._sizing = asyncio.Lock()
+        """Held while sizes change, so that a wake-up waits until the model sleeps, and many wake-ups start once."""
 
     def resume(self) -> None:
-        """Continue a change of role that the previous controller started: the worker's answer shows the outcome."""
+        """Continue what the previous controller has started.
+
+        Of a change of role, the worker's answer shows the outcome. A model that sleeps is awakened if it may no longer
+        sleep, or if the copy of its files is lost, without which no router could request it.
+        """
         controller = self._controller
+        if controller.state.sleep and not (controller.config.autoscale.may_sleep and controller.has_copy):
+            self._waking = asyncio.create_task(self._wake_anyway(), name="wake-up")
         if (change := controller.state.role_change) is None:
             return
         worker = controller.observed().get(change.worker_id)
@@ -54,8 +67,7 @@ class Orders:
 
     async def close(self) -> None:
         """Stop following a change of role in progress, which stays in the state for the next controller."""
-        if self._changing:
-            await cancel_and_wait([self._changing])
+        await cancel_and_wait([task for task in (self._changing, self._waking) if task])
 
     async def scale(self, pool: str, num_workers: int, is_forced: bool = False) -> PoolStatus:
         """Set the desired number of workers of a pool. Returns immediately.
@@ -65,8 +77,12 @@ class Orders:
             num_workers: its new size.
             is_forced: accept the command even if the workers do not fit.
         """
-        controller = self._controller
         role = _role(pool, "pool")
+        async with self._sizing:
+            return await self._scale(role, num_workers, is_forced)
+
+    async def _scale(self, role: Role, num_workers: int, is_forced: bool) -> PoolStatus:
+        controller, pool = self._controller, role.value
         if reason := controller.sizes_problem({role: num_workers}):
             raise InvalidRequest(f"{pool} cannot have {num_workers} workers: {reason}", "desired")
         self._refuse_during_the_start()
@@ -77,10 +93,72 @@ class Orders:
                 raise Conflict(f"{pool} cannot have {num_workers} workers: {reason}; use --force to scale anyway")
         if self._kubernetes:
             await self._kubernetes.set_sizes(controller, {role: num_workers})
-        controller.record(replace(controller.state, desired={**controller.state.desired, role: num_workers}))
+        state = resized(controller.state, {**controller.state.desired, role: num_workers}, time.time())
+        if role is Role.DECODE and not num_workers:  # it stays down: no request wakes it
+            state = replace(state, sleep=None)
+        controller.record(state)
         logger.info("%s: %d workers are desired", pool, num_workers)
         controller.step()
         return controller.pool(role)
+
+    async def sleep(self) -> None:
+        """Stop all workers until a request wakes the model. Returns when they leave.
+
+        The state file has the sleep before the ServingPools have their sizes: if the controller dies in between, the
+        sizes that its successor finds there wake the model.
+
+        Raises:
+            Conflict: the model must not sleep now.
+            StoreUnavailable: Kubernetes has not taken the sizes; the model stays awake.
+        """
+        async with self._sizing:
+            controller, awake = self._controller, self._controller.state
+            if not awake.desired[Role.DECODE]:
+                return
+            self._refuse_during_the_start()
+            self._refuse_during_a_change_of_role()
+            if not controller.has_copy:
+                raise Conflict("the model cannot sleep: its files, which routers need to wake it, are not copied yet")
+            if reason := controller.sizes_problem(EMPTY):
+                raise Conflict(f"the model cannot sleep: {reason}")
+            controller.record(fallen_asleep(awake))
+            try:
+                if self._kubernetes:
+                    with controller.own_sizes():
+                        await self._kubernetes.set_sizes(controller, EMPTY)
+            except BatonError:
+                controller.record(replace(controller.state, desired=awake.desired, sleep=None))
+                raise
+            logger.info("the model sleeps: its workers leave, and the next request starts workers")
+            controller.step()
+
+    async def wake(self) -> None:
+        """Start workers for a model that sleeps. Returns immediately; without effect if it is awake, or wakes already.
+
+        Raises:
+            Conflict: the workers do not fit, or must not be started. The reason is announced.
+            StoreUnavailable: Kubernetes has not taken the sizes.
+        """
+        async with self._sizing:
+            controller = self._controller
+            if (sleep := controller.state.sleep) is None or controller.state.desired[Role.DECODE]:
+                return
+            sizes = wake_sizes(controller.state, sleep, controller.config)
+            try:
+                reason = controller.sizes_problem(sizes)
+                if self._room and not reason:
+                    reason = await self._room(controller.state.desired, sizes)
+                if reason:
+                    raise Conflict(f"the model cannot wake: {reason}")
+                if self._kubernetes:
+                    await self._kubernetes.set_sizes(controller, sizes)
+            except BatonError as error:
+                controller.refuse_to_wake(str(error))
+                raise
+            controller.refuse_to_wake("")
+            controller.record(resized(controller.state, sizes, time.time()))
+            logger.info("the model wakes, with %s", ", ".join(f"{size} {role}" for role, size in sizes.items()))
+            controller.step()
 
     async def drain(self, worker_id: str) -> Worker:
         """Replace a worker. Returns when it starts to drain, or waits for its replacement."""
@@ -133,6 +211,15 @@ class Orders:
         logger.info("%s is to become a %s worker", with_role(worker_id, worker.role), target)
         await asyncio.shield(self._begin_change(change))
         return controller.worker(worker_id)
+
+    async def _wake_anyway(self) -> None:
+        """Wake the model without a request."""
+        while True:
+            try:
+                return await self.wake()
+            except BatonError as error:
+                logger.debug("trying again to wake the model: %s", error)
+            await asyncio.sleep(RETRY_S)
 
     def _begin_change(self, change: RoleChange) -> asyncio.Task[None]:
         """Start the change as a task, which continues if its caller stops waiting."""

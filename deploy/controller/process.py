@@ -29,15 +29,17 @@ from baton.errors import BatonError, ConfigError
 from baton.rpc import RpcServer, members_only
 from baton.rpc.errors import to_failed
 from baton.rpc.member_auth import CONTROLLERS_RULES, member_auth, require_keys
+from baton.rpc.model_files import ModelFilesServicer
 from baton.telemetry import logs
 from baton.tls import member_tls
 from baton.trust import Principal, open_keys
+from baton.v1 import worker_pb2_grpc
 from deploy.controller.controller import Controller
 from deploy.controller.kubernetes_side import Kubernetes, connected
 from deploy.controller.orders import AskForRoom, Orders
 from deploy.controller.room import bytes_per_worker, gpu_problem, memory_problem
 from deploy.controller.service import add_orders
-from deploy.controller.state import ControllerState, load, locked, sizes_problem
+from deploy.controller.state import ControllerState, Sleep, load, locked, sizes_problem
 from deploy.processes import UNJOINED, tell_parent
 from deploy.ray_pools import actors as ray_actors
 from deploy.ray_pools.actor import RESOURCE
@@ -45,10 +47,10 @@ from deploy.ray_pools.actors import RayActors
 from deploy.ray_pools.gpus import gpus_per_worker, kept_gpus
 from deploy.scaling.autoscaler import Autoscaler
 from kvstore.index import CountingMirror, Mirror, MirrorFollower, RedisConnection, RedisIndex
-from kvstore.leases import RedisLeases, ReportedLoads
+from kvstore.leases import RedisEndpoint, RedisLeases, ReportedLoads
 
 logger = logging.getLogger(__name__)
-SERVICE_NAMES = ("baton.v1.Admin",)
+SERVICE_NAMES = ("baton.v1.Admin", "baton.v1.ModelFiles")
 STOP_GRACE_S = 1.0
 NODES_POLL_S = 0.5
 
@@ -98,7 +100,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
 
     Raises:
         ConfigError: Ray does not answer, its nodes have no room for the workers, the keys are invalid, or missing
-            although other machines could reach the controller.
+            although other machines could reach the controller, or another cluster serves this model in the same Redis.
         BatonError: during the first start, a worker cannot start as configured.
     """
     content = content_id(config.kv_identity)
@@ -110,6 +112,8 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
             await stack.enter_async_context(connected(config.kubernetes)) if config.kubernetes.namespace else None
         )
         state = await _state(config, arguments, kubernetes, 0.0 if ready.is_awaited else config.cluster.start_timeout_s)
+        if ready.is_awaited and state.sleep:  # an operator waits for the workers
+            state = dataclasses.replace(state, desired=state.sleep.before, sleep=None)
         actors = RayActors(_workers_config(config, arguments), arguments.worker_host, state.gpus_per_worker, keys)
         incarnation = os.urandom(8).hex()
         tls = member_tls(config.cluster)
@@ -119,6 +123,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         me = ControllerInfo(
             pid=os.getpid(),
             address=address_of(config.cluster.advertise_host or host, port),
+            cluster=arguments.cluster,
             version=VERSION,
             incarnation=incarnation,
         )
@@ -126,6 +131,9 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         loads = ReportedLoads(redis)
         leases = RedisLeases(redis, content, lease_s=config.index.lease_s, keys=keys, loads=loads)
         stack.push_async_callback(leases.close)
+        endpoint_redis = RedisConnection(config.index.url, tls=tls)
+        endpoint = RedisEndpoint(endpoint_redis, config.cluster.endpoint, lease_s=config.index.lease_s, keys=keys)
+        stack.push_async_callback(endpoint.close)
         index = RedisIndex(RedisConnection(config.index.url, tls=tls), content, keys=keys)
         stack.push_async_callback(index.close)
         mirror = CountingMirror()
@@ -136,6 +144,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
             malformed=rpc.malformed,
             actors=actors,
             leases=leases,
+            endpoint=endpoint,
             mirror=mirror,
             path=arguments.state_file,
             state=state,
@@ -143,6 +152,8 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
             tls=tls,
             keys=keys,
         )
+        if not arguments.end:
+            await controller.claim()
         await controller.adopt()
         if not arguments.end:
             orders = Orders(controller, kubernetes, _room(controller) if arguments.worker_host else None)
@@ -199,6 +210,7 @@ async def _serve(
     ready: Ready,
 ) -> None:
     add_orders(rpc.server, orders)
+    worker_pb2_grpc.add_ModelFilesServicer_to_server(ModelFilesServicer(controller.read_files), rpc.server)
     orders.resume()
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(orders.close)
@@ -246,7 +258,10 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
         if reason := sizes_problem(sizes, config):
             raise ConfigError(f"the sizes of the ServingPools are not possible: {reason}")
         shares = {pool: config.gpus_per_worker(pool) for pool in Role}
-        return ControllerState(desired=sizes, cluster=arguments.cluster, gpus_per_worker=shares)
+        # With the state file, the knowledge is lost whether an operator has emptied the pools.
+        configured = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
+        sleep = None if sizes[Role.DECODE] else Sleep(before=configured)
+        return ControllerState(desired=sizes, cluster=arguments.cluster, gpus_per_worker=shares, sleep=sleep)
     desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}  # as `up` found them
     shares = await _gpus_per_worker(config, desired, wait_s)
     return ControllerState(desired=desired, cluster=arguments.cluster, gpus_per_worker=shares)

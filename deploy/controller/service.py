@@ -13,7 +13,10 @@ from deploy.controller.orders import Orders
 
 
 def add_orders(server: grpc.aio.Server, orders: Orders) -> None:
-    """Add the commands to a gRPC server. The other methods of the service stay unimplemented."""
+    """Add the commands to a gRPC server. The other methods of the service stay unimplemented.
+
+    Routers choose the controller of a request's model, so the model's name in the requests is not read.
+    """
 
     async def scale(request: admin_pb2.ScalePoolRequest, context: CallContext) -> admin_pb2.ScalePoolResponse:
         return wire.scale_response(await orders.scale(request.pool, request.desired, request.force))
@@ -26,10 +29,15 @@ def add_orders(server: grpc.aio.Server, orders: Orders) -> None:
     ) -> admin_pb2.SetWorkerRoleResponse:
         return wire.role_response(await orders.set_role(request.worker_id, request.role))
 
+    async def wake(request: admin_pb2.WakeModelRequest, context: CallContext) -> admin_pb2.WakeModelResponse:
+        await orders.wake()
+        return admin_pb2.WakeModelResponse()
+
     handlers = {
         "ScalePool": _handler(scale, admin_pb2.ScalePoolRequest, admin_pb2.ScalePoolResponse),
         "DrainWorker": _handler(drain, admin_pb2.DrainWorkerRequest, admin_pb2.DrainWorkerResponse),
         "SetWorkerRole": _handler(set_role, admin_pb2.SetWorkerRoleRequest, admin_pb2.SetWorkerRoleResponse),
+        "WakeModel": _handler(wake, admin_pb2.WakeModelRequest, admin_pb2.WakeModelResponse),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.Admin", handlers),))
 

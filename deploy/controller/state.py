@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,16 @@ class RoleChange:
     worker_id: str
     role: Role
     """The new role."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Sleep of the model: its pools are empty until a request wakes it, or they fill again after one has."""
+
+    before: Mapping[Role, int]
+    """Sizes of the pools before."""
+    waking_since_s: float = 0.0
+    """Unix time at which a decode worker was requested; 0: none is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +55,14 @@ class ControllerState:
     gpus_per_worker: Mapping[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))
     """GPUs per worker of each pool, constant for the life of a cluster: a replacement gets the GPUs of the worker that
     left."""
+    sleep: Sleep | None = None
+    """None: the model is awake, or an operator has emptied its pools."""
+    wake_s: float = 0.0
+    """Time from the request that ended the latest sleep to the first ready decode worker; 0: there was no sleep."""
+    files: str = ""
+    """Digest of the model's files as announced; empty: no worker has reported one yet."""
+    created_s: int = 0
+    """Unix time of the model's first announcement."""
 
     def is_changing_role(self, worker_id: str) -> bool:
         return self.role_change is not None and self.role_change.worker_id == worker_id
@@ -102,6 +121,10 @@ def load(path: Path) -> ControllerState | None:
             retiring=frozenset(values["retiring"]),
             role_change=RoleChange(flip["worker"], Role(flip["role"])) if flip else None,
             gpus_per_worker=_gpus(values["gpus_per_worker"]),
+            sleep=_sleep(values.get("sleep")),  # a file of an earlier version has none, nor any of those below
+            wake_s=_seconds(values.get("wake_s", 0)),
+            files=str(values.get("files", "")),
+            created_s=int(_seconds(values.get("created_s", 0))),
         )
     except FileNotFoundError:
         return None
@@ -116,6 +139,19 @@ def _by_worker(values: Mapping[str, str]) -> dict[str, Role]:
 def _gpus(value: Any) -> dict[Role, float]:
     """Return the GPUs per worker of each pool; an earlier version had one number for both."""
     return {role: float(value[role.value] if isinstance(value, dict) else value) for role in Role}
+
+
+def _sleep(values: Any) -> Sleep | None:
+    if values is None:
+        return None
+    before = {role: int(values["before"][role.value]) for role in Role}
+    return Sleep(before, _seconds(values["waking_since_s"]))
+
+
+def _seconds(value: Any) -> float:
+    if not 0 <= (seconds := float(value)) < math.inf:
+        raise ValueError(f"{seconds} is no number of seconds")
+    return seconds
 
 
 def save(path: Path, state: ControllerState) -> None:
@@ -135,6 +171,14 @@ def save(path: Path, state: ControllerState) -> None:
         if state.role_change
         else None,
         "gpus_per_worker": {role.value: gpus for role, gpus in state.gpus_per_worker.items()},
+        "sleep": state.sleep
+        and {
+            "before": {role.value: size for role, size in state.sleep.before.items()},
+            "waking_since_s": state.sleep.waking_since_s,
+        },
+        "wake_s": state.wake_s,
+        "files": state.files,
+        "created_s": state.created_s,
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -148,24 +192,35 @@ def save(path: Path, state: ControllerState) -> None:
 def starting_sizes(config: Config) -> tuple[Mapping[Role, int], bool]:
     """Return the initial pool sizes, and whether they come from `cluster.state_file`.
 
+    A model that slept starts with the sizes that it had before.
+
     Raises:
         ConfigError: pools of these sizes cannot serve, or the file cannot be read.
     """
     cluster = config.cluster
     state = load(Path(cluster.state_file)) if cluster.state_file else None
-    desired = state.desired if state else {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
-    if reason := sizes_problem(desired, config):
+    desired: Mapping[Role, int] = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
+    if state:
+        desired = state.sleep.before if state.sleep else state.desired
+    if reason := sizes_problem(desired, config, must_serve=True):
         sizes = f"--prefill {desired[Role.PREFILL]} --decode {desired[Role.DECODE]}"
         raise ConfigError(f"{f'{cluster.state_file} asks for ' if state else ''}{sizes}: {reason}")
     return desired, state is not None
 
 
-def sizes_problem(desired: Mapping[Role, int], config: Config) -> str:
-    """Return the reason why pools of these sizes cannot serve; empty: they can."""
+def sizes_problem(desired: Mapping[Role, int], config: Config, *, must_serve: bool = False) -> str:
+    """Return the reason why pools must not have these sizes; empty: they may.
+
+    Args:
+        must_serve: refuse an empty decode pool even if the model may sleep.
+    """
     prefill, decode = desired[Role.PREFILL], desired[Role.DECODE]
-    if decode < 1 or prefill < 0 or prefill + decode > MAX_WORKERS:
-        return f"there must be at least 1 decode worker, and at most {MAX_WORKERS} workers in all"
-    if prefill < min_workers(Role.PREFILL, config):
+    if decode == 0 and not (config.autoscale.may_sleep and not must_serve):
+        least = "there must be at least 1 decode worker"
+        return least if must_serve else f"{least}, unless the model may sleep (autoscale.min_decode 0)"
+    if min(prefill, decode) < 0 or prefill + decode > MAX_WORKERS:
+        return f"there must be at most {MAX_WORKERS} workers in all"
+    if decode and prefill < min_workers(Role.PREFILL, config):
         return "router.mode is disaggregated, which needs at least one prefill worker; use --prefill 1"
     return ""
 

@@ -94,6 +94,8 @@ class ManagedWorker:
     """DOWN: earliest time of its next start."""
     num_failures: int = 0
     """Consecutive failures to start."""
+    failure: str = ""
+    """Error of the last failure; empty: it has started since."""
     pid: int = 0
     address: str = ""
     incarnation: str = ""
@@ -289,6 +291,7 @@ class WorkerLives:
             self.failures[worker.role] += 1
             is_stable = worker.phase is WorkerPhase.READY and time.monotonic() - worker.since_s > STABLE_S
             worker.num_failures = 0 if is_stable else worker.num_failures + 1
+            worker.failure = first_line(error)
             if worker.phase is WorkerPhase.READY:
                 logger.warning("%s is gone (%s); starting it again", worker, first_line(error))
             else:
@@ -320,7 +323,7 @@ class WorkerLives:
         how = "is ready" if worker.orphan_since_s is None else "is adopted by a new Ray actor"
         worker.orphan_since_s = None
         if worker.phase is WorkerPhase.STARTING:
-            worker.phase = WorkerPhase.READY
+            worker.phase, worker.failure = WorkerPhase.READY, ""
             worker.since_s = worker.leased_s = time.monotonic()
         logger.info("%s %s, pid %d, at %s", worker, how, worker.pid, worker.address)
         await self._notify()

@@ -22,6 +22,7 @@ from deploy.doctor.reach import Target, is_loopback, reachability, wrongly_annou
 from deploy.extras import DISTRIBUTION
 from deploy.operator.client import Access, Client, StatusJson, metadata_of
 from deploy.operator.scrape import http_connection, seen_from
+from deploy.operator.tables import controllers_of, with_releases
 
 LAG_S = 2.0
 """Mirror lag above which a router places requests by outdated data."""
@@ -140,9 +141,9 @@ def drains(status: StatusJson, again: Callable[[], StatusJson], wait_s: float = 
 
 
 def _versions(status: StatusJson) -> dict[str, str]:
-    controller = status.get("controller")
-    members = [*status["routers"], *status["workers"], *([controller] if controller else [])]
-    return {member.get("id", "controller"): version for member in members if (version := member.get("version"))}
+    members = {member["id"]: member for member in [*status["routers"], *with_releases(status["workers"])]}
+    members |= {name: found for name, found in controllers_of(status).items() if found}
+    return {name: version for name, member in members.items() if (version := member.get("version"))}
 
 
 def _redis(config: Config, status: StatusJson) -> Iterator[Check]:
@@ -158,11 +159,10 @@ def _redis(config: Config, status: StatusJson) -> Iterator[Check]:
 
 
 def _targets(status: StatusJson) -> list[Target]:
-    targets = [Target(worker["id"], worker["address"]) for worker in status["workers"]]
+    targets = [Target(worker["id"], worker["address"]) for worker in with_releases(status["workers"])]
     for router in status["routers"]:
         targets += [Target(f"{router['id']} gRPC", router["grpc"]), Target(f"{router['id']} HTTP", router["http"])]
-    if status.get("controller"):
-        targets.append(Target("controller", status["controller"]["address"]))
+    targets += [Target(name, found["address"]) for name, found in controllers_of(status).items() if found]
     return targets
 
 

@@ -30,7 +30,7 @@ from baton.model_files import read_json
 from deploy.doctor import machine
 from deploy.extras import lacking
 from deploy.operator.client import opened
-from deploy.ray_pools.gpus import NodeGpus, gpus_per_worker, memory_share
+from deploy.ray_pools.gpus import NodeGpus, gpus_of_models, gpus_per_worker, memory_share
 from engine.native.spec import FAMILIES
 
 ANSWER_S = 3.0
@@ -67,15 +67,18 @@ def require_ray(address: str) -> None:
                 ) from None
 
 
-def require_gpus(config: Config) -> None:
+def require_gpus(config: Config, others: Sequence[Config] = ()) -> None:
     """Raise ConfigError if this machine lacks the GPUs for `model.device` and `engine.tensor_parallel`.
 
     GPUs that are there but cannot be used count as lacking.
+
+    Args:
+        others: configurations of the other models that this machine serves.
     """
     gpus = visible_gpus(os.environ) if _is_here(config) else None
     if gpus is None:
         return
-    needed = machine.num_gpus_needed(config, _sizes(config))
+    needed = sum(machine.num_gpus_needed(each, _sizes(each)) for each in (config, *others))
     driver, sign = machine.nvidia_driver(), sign_of_gpu(os.environ)
     found = machine.Gpus(num=len(gpus), names="GPU", cuda=_torch_cuda(), driver=driver, sign=sign)
     check = machine.gpu(config.model.device, needed, found)
@@ -134,11 +137,36 @@ def require_runner(config: Config) -> None:
         )
 
 
-def with_kv_size(config: Config) -> Config:
+def with_gpu_shares(configs: Sequence[Config]) -> list[Config]:
+    """Return the models' configurations with the GPUs per worker, so that all models together fit on this machine.
+
+    One model, and models on CPUs, are left as they are: the controller of a model shares out the GPUs that it sees.
+
+    Raises:
+        ConfigError: the workers do not fit.
+    """
+    here = [config for config in configs if _is_here(config) and config.model.device != "cpu"]
+    gpus = visible_gpus(os.environ) if len(configs) > 1 and here else None
+    if not gpus:
+        return [*configs]
+    node = NodeGpus(num_gpus=len(gpus), num_workers=sum(sum(_sizes(config).values()) for config in here))
+    shares = iter(gpus_of_models([(config, _sizes(config)) for config in here], [node]))
+    return [_with_gpus(config, next(shares)) if config in here else config for config in configs]
+
+
+def _with_gpus(config: Config, shares: Mapping[Role, float]) -> Config:
+    own = {pool.value: replace(config.pools.of(pool), gpus_per_worker=shares[pool]) for pool in Role}
+    return replace(config, pools=replace(config.pools, **own))
+
+
+def with_kv_size(config: Config, others: Sequence[Config] = ()) -> Config:
     """Return the configuration with the size of each KV pool, if the workers run on this machine's CPUs.
 
     All KV pools of workers with the same engine get the same size, computed before any worker allocates one. On GPUs
     each worker computes its own.
+
+    Args:
+        others: configurations of the other models whose workers share the machine's memory.
 
     Raises:
         ConfigError: pools of the requested size do not fit.
@@ -150,7 +178,7 @@ def with_kv_size(config: Config) -> Config:
         for pool in Role if gpus else ():
             _require_room_on_gpus(config, pool, gpus or [])
         return config
-    sizes = {pool: _kv_gib(config, pool) for pool in Role}
+    sizes = {pool: _kv_gib(config, pool, others) for pool in Role}
     if all(sizes[pool] == config.engine_of(pool).kv_cache_gib for pool in Role):
         return config
     if not config.engine_differences and "kv_cache_gib" not in config.pools.decode.engine:
@@ -186,31 +214,39 @@ def _require_room_on_gpus(config: Config, pool: Role, free: Sequence[int]) -> No
     room.pool_gib(engine.kv_cache_gib)
 
 
-def _kv_gib(config: Config, pool: Role) -> GibOrAuto:
+def _kv_gib(config: Config, pool: Role, others: Sequence[Config] = ()) -> GibOrAuto:
     """Return the size of the KV pool of each rank of this pool's workers, in GiB, on this machine's CPUs.
 
-    KV pools that are auto share equally what the weights, the processes and the configured KV pools leave.
+    KV pools that are auto share equally what the weights, the processes and the configured KV pools leave, those of
+    other models too.
     """
-    engine, sizes = config.engine_of(pool), _sizes(config)
-    if engine.num_blocks or not sizes[pool]:
+    engine = config.engine_of(pool)
+    if engine.num_blocks or not _sizes(config)[pool]:
         return engine.kv_cache_gib
-    most = max(sum(sizes.values()), config.autoscale.max_workers if config.autoscale.enabled else 0)
-    sizes[pool] += most - sum(sizes.values())
-    needed, others, num_pools = _needed_per_rank(config, pool), SERVICES_BYTES, 0
-    for each in Role:
-        asked, num_ranks = config.engine_of(each).kv_cache_gib, sizes[each] * config.engine_of(each).tensor_parallel
-        if each is pool or asked == engine.kv_cache_gib:
-            num_pools += num_ranks
-            others += num_ranks * (_needed_per_rank(config, each) - needed)
-        else:
-            others += num_ranks * (_needed_per_rank(config, each) + int(0 if asked == "auto" else asked * GIB))
+    needed, beside, num_pools = _needed_per_rank(config, pool), SERVICES_BYTES, 0
+    for model in (config, *filter(_is_here, others)):
+        sizes = _most_workers(model, pool if model is config else Role.DECODE)
+        for each in Role:
+            asked, num_ranks = model.engine_of(each).kv_cache_gib, sizes[each] * model.engine_of(each).tensor_parallel
+            if (model is config and each is pool) or asked == engine.kv_cache_gib:
+                num_pools += num_ranks
+                beside += num_ranks * (_needed_per_rank(model, each) - needed)
+            else:
+                beside += num_ranks * (_needed_per_rank(model, each) + int(0 if asked == "auto" else asked * GIB))
     free = available_memory(engine.memory_share if engine.kv_cache_gib == "auto" else 1.0)
-    room = Room(free=free, num_pools=num_pools, needed=needed, others=others)
+    room = Room(free=free, num_pools=num_pools, needed=needed, others=beside)
     try:
         return room.pool_gib(engine.kv_cache_gib)
     except ConfigError as error:
         own = config.name_of(pool, "kv_cache_gib")
         raise ConfigError(str(error).replace("engine.kv_cache_gib", own)) from None
+
+
+def _most_workers(config: Config, pool: Role) -> dict[Role, int]:
+    """Return the sizes of the pools, with all workers that the autoscaler may add in this pool."""
+    sizes = _sizes(config)
+    most = max(sum(sizes.values()), config.autoscale.max_workers if config.autoscale.enabled else 0)
+    return {**sizes, pool: sizes[pool] + most - sum(sizes.values())}
 
 
 def _needed_per_rank(config: Config, pool: Role) -> int:

@@ -6,7 +6,7 @@ Nothing here imports torch or Ray, because those imports take longer than the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,26 +25,36 @@ Precondition = Callable[[Config], Iterable[Check]]
 """Part of the list: raises BatonError or yields a failed check if a precondition is not met."""
 
 
-def require(config: Config) -> None:
+def require(configs: Sequence[Config]) -> None:
     """Run the list.
+
+    Args:
+        configs: configuration of each model that this machine serves. The first one also says what all models share.
 
     Raises:
         BatonError: the first failure, in one sentence that says how to fix it.
     """
-    _require(config, (("packages", packages), ("ports", machine.ports), *LOOKS))
+    first, *others = configs
+    _require(first, (("packages", packages), ("ports", machine.ports), *LOOKS))
+    for config in others:
+        _require(config, (("settings", settings), ("folders", folders)))
+        preflight.require_gpus(config, [each for each in configs if each is not config])
 
 
-def require_model(config: Config) -> Config:
-    """Run the checks that depend on the model, which must be in `model.path`.
+def require_models(configs: Sequence[Config]) -> list[Config]:
+    """Run the checks that depend on the models, which must be in their `model.path`.
 
     Returns:
-        The configuration with the size of the KV pools, if it is known here.
+        The configurations with the size of the KV pools, if it is known here. If there are several models, the memory
+        and the GPUs are divided among the workers of all of them.
 
     Raises:
         BatonError: the first failure.
     """
-    _require(config, MODEL_LOOKS)
-    return preflight.with_kv_size(config)
+    for config in configs:
+        _require(config, MODEL_LOOKS)
+    configs = preflight.with_gpu_shares(configs)
+    return [preflight.with_kv_size(config, [each for each in configs if each is not config]) for config in configs]
 
 
 def checks(config: Config, is_running: bool) -> list[Check]:

@@ -63,7 +63,7 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
         logger.warning(
             "Ray's head at %s has not answered within %g s; continuing without it", config.cluster.ray_address, RAY_S
         )
-    here = workers_on(hosts)
+    here = workers_on(hosts, config.cluster.name)
     tls = member_tls(config.cluster)
     redis = RedisConnection(config.index.url, tls=tls)
     leases = RedisLeases(redis, content_id(config.kv_identity), lease_s=config.index.lease_s, keys=keys)
@@ -89,14 +89,19 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
     return sorted(here)
 
 
-def workers_on(hosts: Collection[str]) -> dict[str, psutil.Process]:
-    """Return the worker processes that listen on one of the addresses, by worker id. Command lines identify them."""
+def workers_on(hosts: Collection[str], cluster: str = "") -> dict[str, psutil.Process]:
+    """Return the worker processes that listen on one of the addresses, by worker id. Command lines identify them.
+
+    Args:
+        cluster: Ray namespace of the cluster, because workers of other models may run here; empty: any cluster.
+    """
     found: dict[str, psutil.Process] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             match process.cmdline():
-                case [_, "-P", "-m", "worker", _, worker_id, host, *_] if host in hosts:
-                    found[worker_id] = process
+                case [_, "-P", "-m", "worker", _, worker_id, host, *rest] if host in hosts:
+                    if not cluster or "--cluster" not in rest or cluster in rest:
+                        found[worker_id] = process
     return found
 
 

@@ -1,13 +1,16 @@
-"""`baton up`: Redis, Ray, the controller and the routers on this machine, in the foreground.
+"""`baton up`: Redis, Ray, the controllers and the routers on this machine, in the foreground.
 
     this process ── owns ──> Redis (valkey-server)       prefix ownership, leases
                  ── owns ──> routers (python -m router)  gRPC and HTTP
-                 ── owns ──> controller                  keeps the workers, through actors of Ray
+                 ── owns ──> controllers, one per model  keep the workers, through actors of Ray
                  ── owns ──> Ray head ──> worker actors  order the workers' starts and ends
                  ── owns ──> node process ──> workers    engines
 
-Each is restarted when it dies. Workers outlive the controller and Ray, but not the node process. At shutdown the
-routers stop first, so that requests in flight can finish; then the workers, Ray and Redis.
+The routers have the first model's configuration. They serve the other models as soon as their controllers announce
+them.
+
+Each process is restarted when it dies. Workers outlive the controllers and Ray, but not the node process. At shutdown
+the routers stop first, so that requests in flight can finish; then the workers, Ray and Redis.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import re
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from rich.console import Console
 
 from baton.blocks import content_id
 from baton.cluster import Role, RouterInfo
-from baton.config import ClusterConfig, Config, password_of, with_password, without_password
+from baton.config import Config, password_of, with_password, without_password
 from baton.errors import ConfigError, StoreUnavailable
 from baton.own_files import make_own
 from baton.own_folder import own_folder
@@ -42,11 +45,12 @@ from deploy.embedded_redis import EmbeddedRedis
 from deploy.local.child import Child
 from deploy.local.child_log import log_folder, log_of
 from deploy.local.keys import member_files
+from deploy.local.models import apart, beside, file_name, require_distinct
 from deploy.local.parts import with_model
 from deploy.local.ray_cluster import RayCluster, rays_folder
 from deploy.models import cache_dir, own_part
 from kvstore.index import RedisConnection
-from kvstore.leases import RedisLeases
+from kvstore.leases import RedisEndpoint, RedisLeases
 
 logger = logging.getLogger(__name__)
 REDIS_CHECK_S = 0.5
@@ -54,12 +58,16 @@ SHOW_S = 5.0
 """Interval of the lines that show what the start waits for."""
 
 
-OnReady = Callable[[Config], None]
-"""Callback, called in a thread with the cluster's final settings when every worker answers."""
+OnReady = Callable[[Sequence[Config]], None]
+"""Callback, called in a thread with the final settings of each model when every worker answers."""
 
 
-async def up(config: Config, console: Console, on_ready: OnReady) -> None:
+async def up(configs: Sequence[Config], console: Console, on_ready: OnReady) -> None:
     """Run a whole cluster until SIGINT or SIGTERM.
+
+    Args:
+        configs: configuration of each model; the first one also says what all models share.
+        console: shows the progress.
 
     Raises:
         ConfigError, ModelLoadError: a part cannot run as configured; parts that had started have stopped again.
@@ -67,7 +75,7 @@ async def up(config: Config, console: Console, on_ready: OnReady) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    main = asyncio.create_task(_run(config, console, on_ready))
+    main = asyncio.create_task(_run(configs, console, on_ready))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((main, stopping), return_when=asyncio.FIRST_COMPLETED)
     await cancel_and_wait([stopping])
@@ -78,22 +86,23 @@ async def up(config: Config, console: Console, on_ready: OnReady) -> None:
         await main
 
 
-async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
-    config = _with_sizes(config)
-    await asyncio.to_thread(start.require, config)
+async def _run(configs: Sequence[Config], console: Console, on_ready: OnReady) -> None:
+    configs = [_with_sizes(configs[0]), *configs[1:]]
+    await asyncio.to_thread(start.require, configs)
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(own_folder())
-        state_path = _state_path(config, folder)
-        keys = member_files(config.cluster.secret, folder)
-        config = await _resolved(config, console)
-        config = await asyncio.to_thread(_sized, config, console)
-        config = _with_redis(config, folder, stack, console)
+        keys = member_files(configs[0].cluster.secret, folder)
+        configs = await _resolved(configs, console)
+        state_paths = _state_paths(configs, folder)
+        configs = await asyncio.to_thread(_sized, configs, console)
+        configs = _with_redis(configs, folder, stack, console)
+        config = configs[0]
         what = "the router" if config.cluster.routers == 1 else f"{config.cluster.routers} routers"
         console.print(f"==> Starting {what} on {config.cluster.host}:{config.cluster.grpc_port}", style="dim")
         logs = log_folder(config.cluster)
         rays = None if config.cluster.ray_address else stack.enter_context(rays_folder(logs))
         routers = [_router(config, number, keys.files, logs) for number in range(config.cluster.routers)]
-        ray = RayCluster(config, state_path, keys.files, logs, rays)
+        ray = RayCluster(configs, state_paths, keys.files, logs, rays)
         stack.push_async_callback(ray.stop)
         # Callbacks run in reverse order, so the routers stop first: they give requests in flight a moment to finish.
         stack.push_async_callback(_stop_all, routers, config.cluster.stop_timeout_s)
@@ -103,19 +112,26 @@ async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
         own = KeyFile(keys.files[Principal.OPERATOR], Principal.OPERATOR)
         ends = (_unexpected_end(router) for router in routers)
         try:
-            await _first_of(_started(ray, config, own), _show_waiting(ray, console), *ends)
+            await _first_of(_started(ray, configs, own), _show_waiting(ray, console), *ends)
         except TimeoutError:
-            raise _not_ready(config) from None
+            raise _not_ready(configs) from None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(ray.keep())
             tasks.create_task(keys.keep())
             for router in routers:
                 tasks.create_task(router.keep())
-            await asyncio.to_thread(on_ready, config)
+            await asyncio.to_thread(on_ready, configs)
+
+
+def _state_paths(configs: Sequence[Config], folder: Path) -> list[Path]:
+    """Return the path of the state file of each model's controller."""
+    first = _state_path(configs[0], folder)
+    others = configs[1:]
+    return [first, *(Path(each.cluster.state_file or beside(first, file_name(each.release))) for each in others)]
 
 
 def _state_path(config: Config, folder: Path) -> Path:
-    """Return the path of the controller's state file.
+    """Return the path of the state file of the first model's controller.
 
     It is `cluster.state_file` if that is set. In an existing Ray cluster, whose workers may outlive this process, it is
     a file in the cache; otherwise a file in `folder`.
@@ -182,24 +198,46 @@ async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
         await cancel_and_wait(tasks)
 
 
-async def _resolved(config: Config, console: Console) -> Config:
-    """Return the configuration with the model's folder, name and revision, and with `router.cache_secret` set."""
-    config = await asyncio.to_thread(with_model, config, console)
-    if config.router.cache_secret:
-        return config
-    return dataclasses.replace(config, router=dataclasses.replace(config.router, cache_secret=secrets.token_hex(32)))
+async def _resolved(configs: Sequence[Config], console: Console) -> list[Config]:
+    """Return the configurations with the models' folders, names and revisions, and with what tells the models apart.
+
+    `router.cache_secret` and `cluster.name` are set, and with several models `router.default_model`, too.
+
+    Raises:
+        ConfigError: two models cannot be served together.
+        ModelLoadError: a model cannot be obtained.
+    """
+    found = [await asyncio.to_thread(with_model, config, console) for config in configs]
+    require_distinct(found)
+    first = found[0]
+    router = dataclasses.replace(first.router, cache_secret=first.router.cache_secret or secrets.token_hex(32))
+    if len(found) > 1:
+        router = dataclasses.replace(router, default_model=router.default_model or first.model.served_name)
+    cluster = dataclasses.replace(first.cluster, name=first.cluster.name or f"baton-{secrets.token_hex(4)}")
+    first, *others = apart([dataclasses.replace(first, router=router, cluster=cluster), *found[1:]])
+    return [first, *map(_with_sizes, others)]
 
 
-def _sized(config: Config, console: Console) -> Config:
-    """Return the configuration with the size of the KV pools, if this process can determine it."""
-    sized = start.require_model(config)
-    if sized != config and kv_sizes_in_words(sized):
-        console.print(f"==> {kv_sizes_in_words(sized)}", style="dim")
-    return sized
+def _sized(configs: Sequence[Config], console: Console) -> list[Config]:
+    """Return the configurations with the size of the KV pools, if this process can determine it."""
+    found = start.require_models(configs)
+    for before, sized in zip(configs, found, strict=True):
+        if sized != before and (sizes := kv_sizes_in_words(sized)):
+            whose = f" of {sized.model.served_name}" if len(found) > 1 else ""
+            console.print(f"==> {sizes}{whose}", style="dim")
+    return found
 
 
-def _with_redis(config: Config, folder: Path, stack: contextlib.AsyncExitStack, console: Console) -> Config:
-    """Return the configuration with the URL of a running Redis: the configured one, or an embedded one."""
+def _with_redis(
+    configs: Sequence[Config], folder: Path, stack: contextlib.AsyncExitStack, console: Console
+) -> list[Config]:
+    """Return the configurations with the URL of a running Redis: the configured one, or an embedded one."""
+    index = _running_redis(configs[0], folder, stack, console).index
+    return [dataclasses.replace(config, index=index) for config in configs]
+
+
+def _running_redis(config: Config, folder: Path, stack: contextlib.AsyncExitStack, console: Console) -> Config:
+    """Return the configuration with the URL of a running Redis, and start an embedded one if none is configured."""
     if config.index.redis_url:
         return config if config.cluster.ray_address else with_password_file(config, folder)
     redis = EmbeddedRedis(socket_path=folder / "redis.sock", parent=folder)
@@ -238,37 +276,47 @@ async def _keep_redis(redis: EmbeddedRedis) -> None:
                 logger.error("%s", error)
 
 
-def _not_ready(config: Config) -> ConfigError:
+def _not_ready(configs: Sequence[Config]) -> ConfigError:
+    redis_url = configs[0].index.redis_url
+    prefill, decode = (sum(getattr(each.cluster, pool) for each in configs) for pool in ("prefill", "decode"))
     return ConfigError(
-        f"the cluster was not ready within {config.cluster.whole_start_timeout_s:g} s (cluster.start_timeout_s); the "
-        f"workers' lines above say why; is Redis at {without_password(config.index.redis_url)} reachable, and has Ray "
-        f"room for {config.cluster.prefill} prefill and {config.cluster.decode} decode workers?"
+        f"the cluster was not ready within {_timeout_s(configs):g} s (cluster.start_timeout_s); the "
+        f"workers' lines above say why; is Redis at {without_password(redis_url)} reachable, and has Ray "
+        f"room for {prefill} prefill and {decode} decode workers?"
     )
 
 
-async def _started(ray: RayCluster, config: Config, keys: KeyFile) -> None:
+def _timeout_s(configs: Sequence[Config]) -> float:
+    """Return the timeout for the start of all models, whose workers take turns on this machine."""
+    return sum(config.cluster.whole_start_timeout_s for config in configs)
+
+
+async def _started(ray: RayCluster, configs: Sequence[Config], keys: KeyFile) -> None:
     """Wait until every worker runs and all routers know them.
 
     Args:
-        ray: Ray and the controller, not started yet.
-        config: configuration of the cluster.
+        ray: Ray and the controllers, not started yet.
+        configs: configuration of each model.
         keys: keys that verify the members' values in Redis.
 
     Raises:
-        TimeoutError: the start took longer than `ClusterConfig.whole_start_timeout_s`.
+        TimeoutError: the start took longer than `_timeout_s`.
     """
-    async with asyncio.timeout(config.cluster.whole_start_timeout_s):
+    first = configs[0]
+    async with asyncio.timeout(_timeout_s(configs)), contextlib.AsyncExitStack() as stack:
         await ray.start()
-        redis = RedisConnection(config.index.url, tls=member_tls(config.cluster))
-        leases = RedisLeases(redis, content_id(config.kv_identity), keys=keys)
-        try:
-            while True:
-                with contextlib.suppress(StoreUnavailable):
-                    if is_whole(await leases.list_routers(), await leases.get_desired(), config.cluster):
-                        return
-                await asyncio.sleep(0.1)
-        finally:
-            await leases.close()
+        redis = RedisConnection(first.index.url, tls=member_tls(first.cluster))
+        endpoint = RedisEndpoint(redis, first.cluster.endpoint, lease_s=first.index.lease_s, keys=keys)
+        stack.push_async_callback(endpoint.close)
+        leases = [RedisLeases(redis, content_id(config.kv_identity), keys=keys) for config in configs]
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                routers = await endpoint.list_routers()
+                if all(
+                    [is_whole(routers, await each.get_desired(), of) for each, of in zip(leases, configs, strict=True)]
+                ):
+                    return
+            await asyncio.sleep(0.1)
 
 
 async def _show_waiting(ray: RayCluster, console: Console) -> None:
@@ -279,13 +327,18 @@ async def _show_waiting(ray: RayCluster, console: Console) -> None:
         console.print(f"    {time.monotonic() - began_s:.0f} s: waiting for {ray.awaited}", style="dim")
 
 
-def is_whole(routers: Collection[RouterInfo], desired: Mapping[str, int], cluster: ClusterConfig) -> bool:
-    """Return True if all routers of the cluster know the expected number of ready workers.
+def is_whole(routers: Collection[RouterInfo], desired: Mapping[str, int], config: Config) -> bool:
+    """Return True if all routers of the cluster serve the model, and know the expected number of its ready workers.
 
     Args:
         routers: routers that Redis knows.
-        desired: current desired pool sizes. Operators may have lowered them since the start.
-        cluster: settings with the initial pool sizes and the number of routers.
+        desired: current desired sizes of the model's pools. Operators may have lowered them since the start, and a
+            model that sleeps has none.
+        config: settings of the model, with the initial pool sizes and the number of routers.
     """
+    cluster, own = config.cluster, content_id(config.kv_identity)
     expected = min(cluster.prefill + cluster.decode, sum(desired.values()))
-    return sum(router.ready_workers >= expected > 0 for router in routers) >= cluster.routers
+    if not desired or (expected == 0 and not config.autoscale.may_sleep):
+        return False
+    known = [model.ready_workers for router in routers for model in router.models if model.content_id == own]
+    return sum(number >= expected for number in known) >= cluster.routers

@@ -54,11 +54,12 @@ def _list(adapters: list[dict[str, Any]], as_json: bool) -> None:
     if not adapters:
         say("no adapters are registered; `baton adapters add NAME PATH` adds one")
         return
-    table = new_table("adapter", "rank", "size", "digest", "since (UTC)", "path")
+    has_several = len({each.get("model", "") for each in adapters}) > 1
+    table = new_table("adapter", *(["model"] if has_several else []), "rank", "size", "digest", "since (UTC)", "path")
     for each in adapters:
         since = datetime.fromtimestamp(each["since_s"], UTC).strftime("%Y-%m-%d %H:%M")
         shown = str(each["rank"]), _size(each), each["digest"][:DIGEST_SHOWN], since, each["path"]
-        table.add_row(each["name"], *shown)
+        table.add_row(each["name"], *([each["model"]] if has_several else []), *shown)
     Terminal(soft_wrap=True).print(table)
 
 

@@ -11,17 +11,18 @@ from deploy.operator.client import Client
 from deploy.say import say
 
 
-def request_of(text: str, *, chat: bool = False, **sampling: float | None) -> GenerateRequest:
+def request_of(text: str, *, model: str = "", chat: bool = False, **sampling: float | None) -> GenerateRequest:
     """Return the request for a prompt.
 
     Args:
         text: prompt.
+        model: model or adapter; empty: the router's default.
         chat: send the prompt as a user message of a chat.
         sampling: parameters by their names in `SamplingParams`; None: as the model recommends.
     """
     prompt: PromptInput = Chat(messages=(ChatMessage(role="user", content=text),)) if chat else Text(text)
     given = {name: value for name, value in sampling.items() if value is not None}
-    return GenerateRequest(prompt=prompt, sampling=given)
+    return GenerateRequest(prompt=prompt, model=model, sampling=given)
 
 
 def print_answer(request: GenerateRequest, client: Client, as_json: bool) -> None:

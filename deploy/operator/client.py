@@ -114,7 +114,7 @@ def opened(address: str, tls: Tls | None) -> grpc.Channel:
 class Client:
     """Client of one or several routers. Methods raise the router's own typed errors, or NoWorker if none answers."""
 
-    def __init__(self, address: str, api_key: str = "", tls: Tls | None = None) -> None:
+    def __init__(self, address: str, api_key: str = "", tls: Tls | None = None, *, model: str = "") -> None:
         """Create a client without connecting it.
 
         Args:
@@ -122,12 +122,15 @@ class Client:
             api_key: API key; all methods except `generate` need an operator key. Empty: none is sent, which suffices if
                 no tenants are configured.
             tls: trusted authorities, and the client's certificate; None: plain text.
+            model: model of all queries and orders: its name, its release or its content id. Empty: the only model; in
+                queries all models.
 
         Raises:
             InvalidRequest: an address is not host:port, or its port is invalid.
         """
         self._addresses = [host_port(each) for each in address.split(",")]
         self._metadata = metadata_of(api_key)
+        self._model = model
         self._channels = [opened(each, tls) for each in self._addresses]
         self._turn = 0
         """Index of the next address to call: the one that answered last."""
@@ -186,7 +189,7 @@ class Client:
 
     def status(self) -> dict[str, Any]:
         """Return the cluster's status, as `baton status --json` prints it."""
-        message = admin_pb2.GetStatusRequest()
+        message = admin_pb2.GetStatusRequest(model=self._model)
         with self._admin() as admin:
             return wire.status_as_json(admin.GetStatus(message, timeout=STATUS_TIMEOUT_S, metadata=self._metadata))
 
@@ -242,21 +245,27 @@ class Client:
             num_workers: new size.
             is_forced: accept the size even if the workers would not fit on the one machine that runs them all.
         """
-        message = admin_pb2.ScalePoolRequest(pool=pool, desired=num_workers, force=is_forced)
+        message = admin_pb2.ScalePoolRequest(pool=pool, desired=num_workers, force=is_forced, model=self._model)
         with self._admin() as admin:
             admin.ScalePool(message, timeout=ORDER_TIMEOUT_S, metadata=self._metadata)
 
     def drain(self, worker_id: str) -> None:
         """Start draining a worker, and return at once; `status` shows when it is gone."""
-        message = admin_pb2.DrainWorkerRequest(worker_id=worker_id)
+        message = admin_pb2.DrainWorkerRequest(worker_id=worker_id, model=self._model)
         with self._admin() as admin:
             admin.DrainWorker(message, timeout=ORDER_TIMEOUT_S, metadata=self._metadata)
 
     def set_role(self, worker_id: str, role: str) -> None:
         """Set a worker's role, and return when the worker has it."""
-        message = admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=role)
+        message = admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=role, model=self._model)
         with self._admin() as admin:
             admin.SetWorkerRole(message, timeout=ROLE_TIMEOUT_S, metadata=self._metadata)
+
+    def wake(self) -> None:
+        """Start the workers of the model, if it sleeps, and return at once; `status` shows when it is ready."""
+        message = admin_pb2.WakeModelRequest(model=self._model)
+        with self._admin() as admin:
+            admin.WakeModel(message, timeout=ORDER_TIMEOUT_S, metadata=self._metadata)
 
     def add_adapter(self, name: str, path: str) -> tuple[dict[str, Any], bool]:
         """Register a LoRA adapter, and return it, and whether it replaces one of the same name.
@@ -264,23 +273,22 @@ class Client:
         Args:
             path: absolute path of its folder, on the workers' machines.
         """
-        message = admin_pb2.AddAdapterRequest(name=name, path=path)
+        message = admin_pb2.AddAdapterRequest(name=name, path=path, model=self._model)
         with self._admin() as admin:
             answer = admin.AddAdapter(message, timeout=ADAPTER_TIMEOUT_S, metadata=self._metadata)
         return wire.adapter_as_json(answer.adapter), answer.is_replaced
 
     def remove_adapter(self, name: str) -> None:
         """Remove a LoRA adapter; running requests complete."""
-        message = admin_pb2.RemoveAdapterRequest(name=name)
+        message = admin_pb2.RemoveAdapterRequest(name=name, model=self._model)
         with self._admin() as admin:
             admin.RemoveAdapter(message, timeout=ORDER_TIMEOUT_S, metadata=self._metadata)
 
     def adapters(self) -> list[dict[str, Any]]:
         """Return the registered LoRA adapters, ordered by name."""
         with self._admin() as admin:
-            answer = admin.ListAdapters(
-                admin_pb2.ListAdaptersRequest(), timeout=STATUS_TIMEOUT_S, metadata=self._metadata
-            )
+            message = admin_pb2.ListAdaptersRequest(model=self._model)
+            answer = admin.ListAdapters(message, timeout=STATUS_TIMEOUT_S, metadata=self._metadata)
         return [wire.adapter_as_json(each) for each in answer.adapters]
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from baton.cluster import with_role
+from baton.cluster import ModelState, with_role
 from baton.errors import BatonError, Conflict, InvalidRequest
 from deploy.operator.client import Client
 from deploy.say import say
@@ -108,6 +108,37 @@ def set_role(
     _report(
         {"worker": worker_id, "role": role, "seconds": _since(began_s)},
         f"{worker_id} is a {role} worker, after {_since(began_s):.1f} s",
+        as_json,
+    )
+
+
+def wake(client: Client, console: Console, model: str, *, timeout_s: float, as_json: bool) -> None:
+    """Wake a model, and wait until it is ready.
+
+    Args:
+        client: client of a router, for this model.
+        console: shows the progress.
+        model: name of the model, as the operator gave it.
+        timeout_s: maximum wait; 0: do not wait.
+        as_json: print the result as one JSON document.
+
+    Raises:
+        Conflict: the timeout expired.
+    """
+    began_s = time.monotonic()
+    client.wake()
+
+    def progress(status: dict[str, Any]) -> tuple[bool, str]:
+        states = sorted({each["state"] for each in status["models"]})
+        return states == [ModelState.READY.value], f"{model}: {', '.join(states) or 'not known'}"
+
+    if timeout_s:
+        _wait(client, console, progress, timeout_s)
+    _, sentence = progress(client.status())
+    state = sentence.removeprefix(f"{model}: ")
+    _report(
+        {"model": model, "state": state, "seconds": _since(began_s)},
+        f"{sentence}, after {_since(began_s):.1f} s",
         as_json,
     )
 

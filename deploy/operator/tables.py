@@ -9,15 +9,19 @@ from typing import Any
 
 from rich.table import Table
 
-from baton.cluster import Computes, Role, with_role
+from baton.cluster import Computes, ModelState, Role, with_role
 from deploy.terminal import Terminal
 
 
 def print_status(report: dict[str, Any]) -> None:
     """Print the report of `Client.status`."""
     out = Terminal(soft_wrap=True)
+    models = report["models"]
+    if len(models) > 1 or any(_state(model) != ModelState.READY for model in models):
+        out.print(model_table(models))
     workers = in_order(report["workers"])
     out.print(worker_table(workers))
+    workers = with_releases(workers)
     out.print(transfer_table(workers))
     for lines in (state_lines, adapter_lines, engine_lines, computing_lines, connection_lines):
         for line in lines(workers):
@@ -26,14 +30,71 @@ def print_status(report: dict[str, Any]) -> None:
         out.print(line)
     for router in report["routers"]:
         out.print(f"router {router['id']}: pid {router['pid']}, grpc {router['grpc']}, http {router['http']}")
-    controller = report.get("controller")
-    out.print(
-        f"controller: pid {controller['pid']}, {controller['address']}" if controller else "controller: none known"
-    )
+    for line in controller_lines(report):
+        out.print(line)
     redis = report["redis"]
     out.print(f"redis {redis['address']}: {'ok' if redis['ok'] else 'not reachable'}")
     for line in garbage_lines(redis):
         out.print(line)
+
+
+def model_table(models: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table with one row per model.
+
+    Args:
+        models: as in `baton status --json`.
+    """
+    table = new_table("model", "release", "share", "state", "prefill", "decode", "held")
+    shares: Counter[str] = Counter()
+    for model in models:
+        shares[model["id"]] += model["share"]
+    for model in sorted(models, key=lambda each: (each["id"], each["release"])):
+        alone = sum(each["id"] == model["id"] for each in models) == 1
+        share = "" if alone else f"{model['share'] / shares[model['id']]:.0%}" if shares[model["id"]] else "0%"
+        state = _state(model) + (f", woke in {model['wake_s']:.0f} s last time" if model.get("wake_s") else "")
+        pools = (model.get("pools", {}).get(pool.value) for pool in Role)
+        sizes = (f"{pool['ready']} of {pool['desired']}" if pool else "-" for pool in pools)
+        table.add_row(model["id"], model["release"], share, state, *sizes, str(model.get("held", 0)))
+    return table
+
+
+def model_in_words(model: Mapping[str, Any]) -> str:
+    """Return a model's name, and its state unless it is ready."""
+    state = _state(model)
+    return str(model["id"]) if state == ModelState.READY else f"{model['id']} ({state})"
+
+
+def _state(model: Mapping[str, Any]) -> str:
+    """Return the state of a model; a router of an older release reports none."""
+    return model.get("state") or ModelState.READY.value
+
+
+def has_several_releases(workers: Iterable[Mapping[str, Any]]) -> bool:
+    """Return True if the workers are of several releases: then the same id may occur more than once."""
+    return len({worker.get("release", "") for worker in workers}) > 1
+
+
+def with_releases(workers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the workers, with the release before each id if the workers are of several releases."""
+    if not has_several_releases(workers):
+        return [*workers]
+    return [{**worker, "id": f"{worker['release']}/{worker['id']}"} for worker in workers]
+
+
+def controller_lines(report: Mapping[str, Any]) -> list[str]:
+    """Return one line with the controller, or one for each model's if there are several models."""
+    return [
+        f"{name}: pid {found['pid']}, {found['address']}" if found else f"{name}: none known"
+        for name, found in controllers_of(report).items()
+    ]
+
+
+def controllers_of(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | None]:
+    """Return the controller of each model, by its name for people; None: it is not known."""
+    models = report["models"]
+    if len(models) < 2:
+        return {"controller": report.get("controller")}
+    return {f"controller of {model['release']}": model.get("controller") for model in models}
 
 
 def pool_lines(pools: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -52,8 +113,12 @@ def garbage_lines(redis: dict[str, Any]) -> list[str]:
 
 
 def in_order(workers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the workers in display order: the prefill pool first, and each pool ordered by worker number."""
-    return sorted(workers, key=lambda worker: (worker["role"] != Role.PREFILL, natural_key(worker["id"])))
+    """Return the workers in display order: by release, the prefill pool first, and each pool by worker number."""
+
+    def place(worker: Mapping[str, Any]) -> tuple[Any, ...]:
+        return worker.get("release", ""), worker["role"] != Role.PREFILL, natural_key(worker["id"])
+
+    return sorted(workers, key=place)
 
 
 def natural_key(text: str) -> list[tuple[int, str]]:
@@ -124,14 +189,29 @@ def connection_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
 def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with one row per worker and its KV blocks. A failed self-check is shown with the state.
 
+    If the workers are of several releases, the first column is the release.
+
     Args:
         workers: as in `baton status --json`.
     """
-    table = new_table("worker", "role", "state", "pid", "address", "run/wait", "free/cached/use")
-    for worker in workers:
+    releases = (
+        [(str(worker["release"]),) for worker in workers] if has_several_releases(workers) else [()] * len(workers)
+    )
+    table = new_table(
+        *(["release"] if any(releases) else []),
+        "worker",
+        "role",
+        "state",
+        "pid",
+        "address",
+        "run/wait",
+        "free/cached/use",
+    )
+    for release, worker in zip(releases, workers, strict=True):
         blocks = worker["blocks"]
         state = worker["state"] if worker["self_check"] == "ok" else f"{worker['state']}: {worker['self_check']}"
         table.add_row(
+            *release,
             *(str(value) for value in (worker["id"], worker["role"], state, worker["pid"], worker["address"])),
             f"{worker['running']}/{worker['waiting']}",
             f"{blocks['free']}/{blocks['cached']}/{blocks['in_use']}",

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from baton.api import Chat, GenerateRequest
 from baton.chat import ChatMessage
-from baton.errors import NoWorker
 from deploy.operator.client import Client
 from deploy.operator.http_client import HttpClient
 
@@ -31,14 +30,16 @@ class GrpcSpeaker:
     Args:
         client: gRPC client, which `close` closes.
         sampling: parameters of every reply, by their names in `SamplingParams`.
+        model: model or adapter; empty: the router's default.
     """
 
-    def __init__(self, client: Client, sampling: Mapping[str, Any]) -> None:
+    def __init__(self, client: Client, sampling: Mapping[str, Any], model: str = "") -> None:
         self._client = client
+        self._model = model
         self._sampling = dict(sampling)
 
     def answer(self, messages: Sequence[ChatMessage]) -> Iterator[str]:
-        request = GenerateRequest(prompt=Chat(messages=tuple(messages)), sampling=self._sampling)
+        request = GenerateRequest(prompt=Chat(messages=tuple(messages)), model=self._model, sampling=self._sampling)
         for chunk in self._client.generate(request):
             yield chunk.text
 
@@ -52,28 +53,20 @@ class HttpSpeaker:
     Args:
         endpoint: client of a router's HTTP port.
         sampling: parameters of every reply, by their names in that API.
+        model: model or adapter; empty: the router's default.
     """
 
-    def __init__(self, endpoint: HttpClient, sampling: Mapping[str, Any]) -> None:
+    def __init__(self, endpoint: HttpClient, sampling: Mapping[str, Any], model: str = "") -> None:
         self._endpoint = endpoint
         self._sampling = dict(sampling)
-        self._model = ""
+        self._model = model
 
     def answer(self, messages: Sequence[ChatMessage]) -> Iterator[str]:
         spoken = [{"role": each.role, "content": each.content} for each in messages]
-        body = {"model": self._served(), "messages": spoken, "stream": True, **self._sampling}
+        body = {"model": self._model, "messages": spoken, "stream": True, **self._sampling}
         for event in self._endpoint.events("/v1/chat/completions", body):
             for choice in event["choices"]:
                 yield choice["delta"].get("content") or ""
 
     def close(self) -> None:
         """Do nothing: each reply uses a separate connection, which is closed with it."""
-
-    def _served(self) -> str:
-        """Return the id of the first model that the router serves."""
-        if not self._model:
-            models = self._endpoint.get("/v1/models")["data"]
-            if not models:
-                raise NoWorker("the router serves no model")
-            self._model = str(models[0]["id"])
-        return self._model

@@ -25,7 +25,7 @@ from rich.text import Text
 from baton.errors import BatonError, InvalidRequest, NoWorker
 from deploy.operator.client import OPEN, Access, Client, StatusJson
 from deploy.operator.scrape import Samples, Scraper, seen_from
-from deploy.operator.tables import in_order
+from deploy.operator.tables import in_order, model_in_words, with_releases
 
 REFRESH_S = 1.0
 RECENT_S = 10.0
@@ -204,8 +204,11 @@ def quantile(q: float, counts: Mapping[float, float]) -> Quantile | None:
     return Quantile(bound_below, is_above=True)
 
 
-def watch(address: str, console: Console, access: Access = OPEN, seconds: float = math.inf) -> None:
+def watch(address: str, console: Console, access: Access = OPEN, seconds: float = math.inf, *, model: str = "") -> None:
     """Show the cluster's state every second until Ctrl-C, or for the given time.
+
+    Args:
+        model: model whose workers are shown; empty: those of all models.
 
     Raises:
         InvalidRequest: the console is not a terminal.
@@ -213,7 +216,7 @@ def watch(address: str, console: Console, access: Access = OPEN, seconds: float 
     """
     if not console.is_terminal:
         raise InvalidRequest("--watch needs a terminal; --json prints the status once")
-    client = Client(address, access.api_key, access.tls)
+    client = Client(address, access.api_key, access.tls, model=model)
     snapshots: deque[Snapshot] = deque()
     scraper: Scraper | None = None
     end_s = time.monotonic() + seconds
@@ -281,12 +284,16 @@ def picture(seen: View, status: StatusJson, address: str, has_metrics: bool, los
         lost: why the router does not answer; the other arguments are then the last known state. Empty: it answers.
     """
     return Group(
-        _heading(status, address, has_metrics, lost), Text(), _figures(seen), Text(), _worker_table(status["workers"])
+        _heading(status, address, has_metrics, lost),
+        Text(),
+        _figures(seen),
+        Text(),
+        _worker_table(with_releases(status["workers"])),
     )
 
 
 def _heading(status: StatusJson, address: str, has_metrics: bool, lost: str) -> Text:
-    models = ", ".join(model["id"] for model in status["models"])
+    models = ", ".join(dict.fromkeys(map(model_in_words, status["models"])))
     text = Text()
     text.append(f"{models} at {address}", style="bold")
     text.append(f"   {time.strftime('%H:%M:%S')}   Ctrl-C ends\n", style="dim")

@@ -31,26 +31,35 @@ def endpoints(client: Client, address: str, access: Access) -> list[HttpClient]:
     return [HttpClient(f"{scheme}://{each}", access, TIMEOUT_S) for each in addresses]
 
 
-def read(endpoints: Sequence[HttpClient], worker_id: str) -> list[str]:
-    """Return the latest log lines of a worker. Raises the router's own errors, or NoWorker if none answers."""
+def read(endpoints: Sequence[HttpClient], worker_id: str, model: str = "") -> list[str]:
+    """Return the latest log lines of a worker.
+
+    Args:
+        model: the worker's model, if the cluster serves several; empty: the only one.
+
+    Raises:
+        NoWorker: no router answers. Others are the router's own.
+    """
     failure = NoWorker("no router is known")
+    query = f"?model={quote(model, safe='')}" if model else ""
     for endpoint in endpoints:
         try:
-            return [str(line) for line in endpoint.get(f"/api/workers/{quote(worker_id, safe='')}/log")["lines"]]
+            return [str(line) for line in endpoint.get(f"/api/workers/{quote(worker_id, safe='')}/log{query}")["lines"]]
         except NoWorker as error:
             failure = error
     raise failure
 
 
-def follow(endpoints: Sequence[HttpClient], worker_id: str, shown: Sequence[str]) -> Iterator[str]:
+def follow(endpoints: Sequence[HttpClient], worker_id: str, shown: Sequence[str], model: str = "") -> Iterator[str]:
     """Yield the new log lines of a worker until the caller stops. Raises the errors of `read`.
 
     Args:
         shown: lines that `read` returned before.
+        model: see `read`.
     """
     while True:
         time.sleep(POLL_S)
-        lines = read(endpoints, worker_id)
+        lines = read(endpoints, worker_id, model)
         yield from new_lines(shown, lines)
         shown = lines
 

@@ -29,7 +29,7 @@ from deploy.processes import FENCED, module_command, tied
 from deploy.ray_pools.gpus import memory_share
 from deploy.ray_pools.node import SOCKET
 from deploy.ray_pools.node_link import NodeLink
-from deploy.ray_pools.supervisor import VISIBLE, StartOrder
+from deploy.ray_pools.supervisor import VISIBLE, StartOrder, WorkerName
 from deploy.ray_pools.turns import folder_of, wait_for_turn
 from kvstore.transfer.transport.nccl_env import PINNED
 
@@ -147,14 +147,14 @@ class WorkerActor:
     async def _start(self) -> dict[str, Any]:
         config = Config.from_json(self._config_json)
         path = os.environ.get(SOCKET) or await self._own_node_process()
-        self._node = await NodeLink.open(path, self._worker_id)
+        self._node = await NodeLink.open(path, self._name())
         order = self._order(config, path)
         return await self._reported(await self._node.start(order, f"it is a {self._role} worker"))
 
     async def _adopt(self) -> dict[str, Any]:
         if not (path := os.environ.get(SOCKET)):
             raise WorkerFailed(f"{self._worker_id} has ended with its actor: its Ray node has no node process")
-        self._node = await NodeLink.open(path, self._worker_id)
+        self._node = await NodeLink.open(path, self._name())
         return await self._reported(await self._node.adopt(self._gpus()[0]))
 
     async def _reported(self, report: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +182,8 @@ class WorkerActor:
             cluster=dataclasses.replace(config.cluster, secret=own_secret(config, os.environ)),
         )
         gpus, gpu_share = self._gpus()
-        arguments = [self._role, self._worker_id, self._host or _node_address(), "--node", path]
+        arguments = [self._role, self._worker_id, self._host or _node_address()]
+        arguments += ["--node", path, "--cluster", self._cluster()]
         if self._fingerprint:
             arguments += ["--keys", self._fingerprint]
         return StartOrder(
@@ -197,6 +198,16 @@ class WorkerActor:
             orphan_timeout_s=cluster.orphan_timeout_s,
             end_timeout_s=cluster.drain_timeout_s + cluster.stop_timeout_s,
         )
+
+    def _name(self) -> WorkerName:
+        """Return the worker's name at its node process."""
+        return WorkerName(self._cluster(), self._worker_id, Config.from_json(self._config_json).release)
+
+    def _cluster(self) -> str:
+        """Return the Ray namespace of this actor's cluster."""
+        import ray
+
+        return str(ray.get_runtime_context().namespace)
 
     def _own_node_process(self) -> asyncio.Future[str]:
         """Start a node process for this actor alone, and return the future path of its socket. It ends with the actor.

@@ -39,24 +39,49 @@ def gpus_per_worker(config: Config, nodes: Sequence[NodeGpus], desired: Mapping[
         ConfigError: the workers cannot all be placed, or no worker can get the configured GPUs; the message says what
             to change.
     """
-    asked = {pool: config.gpus_per_worker(pool) for pool in Role}
-    for pool, share in asked.items():
-        if share > 1 and share != int(share):
-            raise ConfigError(f"{config.name_of_gpus(pool)} is {share:g}: above 1 it must be a whole number")
+    return gpus_of_models([(config, desired)], nodes)[0]
+
+
+def gpus_of_models(
+    models: Sequence[tuple[Config, Mapping[Role, int]]], nodes: Sequence[NodeGpus]
+) -> list[dict[Role, float]]:
+    """Return the GPUs per worker of each pool of several models, whose workers share the nodes.
+
+    Args:
+        models: configuration of each model, and the desired sizes of its pools.
+
+    Raises:
+        ConfigError: see `gpus_per_worker`.
+    """
+    asked = [{pool: config.gpus_per_worker(pool) for pool in Role} for config, _ in models]
+    for (config, _), shares in zip(models, asked, strict=True):
+        for pool, share in shares.items():
+            if share > 1 and share != int(share):
+                raise ConfigError(f"{config.name_of_gpus(pool)} is {share:g}: above 1 it must be a whole number")
     if not any(node.num_gpus and node.num_workers for node in nodes):
-        return dict.fromkeys(Role, 0.0)
-    if all(asked.values()):
+        return [dict.fromkeys(Role, 0.0) for _ in models]
+    if all(all(shares.values()) for shares in asked):
         return asked
-    num_workers = sum(desired.values())
-    ranks = {pool: config.engine_of(pool).tensor_parallel for pool in Role}
-    fixed = {pool: asked[pool] or (float(ranks[pool]) if ranks[pool] > 1 else 0.0) for pool in Role}
-    num_sharing = sum(desired[pool] for pool in Role if not fixed[pool])
-    shares = fixed
+    fixed = [
+        {pool: shares[pool] or _of_ranks(config, pool) for pool in Role}
+        for (config, _), shares in zip(models, asked, strict=True)
+    ]
+    sizes = [desired for _, desired in models]
+    num_workers = sum(sum(desired.values()) for desired in sizes)
+    num_sharing = sum(d[pool] for d, own in zip(sizes, fixed, strict=True) for pool in Role if not own[pool])
+    found, num_fitting = fixed, 0
     for part in (UNITS // k / UNITS for k in range(1, max(num_sharing, 1) + 1)):
-        shares = {pool: fixed[pool] or part for pool in Role}
-        if num_placed(nodes, desired, shares) == num_workers:
-            return shares
-    raise ConfigError(_problem(config, num_placed(nodes, desired, shares), num_workers))
+        found = [{pool: own[pool] or part for pool in Role} for own in fixed]
+        num_fitting = _num_fitting(nodes, list(zip(sizes, found, strict=True)))
+        if num_fitting == num_workers:
+            return found
+    raise ConfigError(_problem(models[0][0], num_fitting, num_workers))
+
+
+def _of_ranks(config: Config, pool: Role) -> float:
+    """Return the GPUs of a worker with several ranks; 0: it has one rank, and may share a GPU."""
+    ranks = config.engine_of(pool).tensor_parallel
+    return float(ranks) if ranks > 1 else 0.0
 
 
 def kept_gpus(config: Config, shares: Mapping[Role, float]) -> dict[Role, float]:
@@ -79,16 +104,22 @@ def num_placed(nodes: Sequence[NodeGpus], desired: Mapping[Role, int], shares: M
 
     Workers with the largest shares are placed first, and on nodes of their own pool before others.
     """
+    return _num_fitting(nodes, [(desired, shares)])
+
+
+def _num_fitting(nodes: Sequence[NodeGpus], models: Sequence[tuple[Mapping[Role, int], Mapping[Role, float]]]) -> int:
+    """Return how many workers of all models fit: see `num_placed`."""
     free = [[UNITS] * node.num_gpus for node in nodes]
     places = [node.num_workers for node in nodes]
     order = sorted(range(len(nodes)), key=lambda at: nodes[at].pool is None)
     num = 0
-    for pool in sorted(Role, key=lambda pool: -shares[pool]):
-        left = desired[pool]
+    wanted = [(shares[pool], pool, desired[pool]) for desired, shares in models for pool in Role]
+    for share, pool, number in sorted(wanted, key=lambda each: -each[0]):
+        left = number
         for at in order:
-            while left and places[at] and nodes[at].pool in (None, pool) and _take(free[at], shares[pool]):
+            while left and places[at] and nodes[at].pool in (None, pool) and _take(free[at], share):
                 left, places[at] = left - 1, places[at] - 1
-        num += desired[pool] - left
+        num += number - left
     return num
 
 

@@ -8,13 +8,16 @@ node process, so the worker serves on when Ray fails (`deploy.ray_pools.supervis
 node process starts Ray again, and new actors adopt the workers. It also kills Ray if the raylet does not answer health
 checks (`--raylet`).
 
-A client connects to a socket, whose path is in Ray's environment (`SOCKET`). Its first line names a worker and one of
-two streams:
+A client connects to a socket, whose path is in Ray's environment (`SOCKET`). Its first line names a worker, the Ray
+namespace of its cluster, and one of two streams:
 
 worker    orders of the worker's actor (`deploy.ray_pools.node_link`): `start`, `adopt`, `signal`, and `state` with the
           state that it observes: `starting`, `ready`, or `away` (the worker does not answer, or takes no new work). The
           node process answers with the worker's report, its end, or an error
-latest    the node process returns the latest lines of workers with this id on this node (`worker.log` reads them)
+latest    the node process returns the latest lines of workers with this name on this node (`worker.log` reads them)
+
+Lines begin with the worker's id. If workers of several clusters have run here, as those of several models do, lines
+begin with the release of the worker's model and its id.
 
 The folder has four files for probes. `workers` has the state of each worker. `ready` exists while there is a worker and
 all workers on this node accept traffic. `started` exists once the node has been ready, or has had no worker for
@@ -51,7 +54,7 @@ from baton.errors import WorkerFailed
 from baton.visible import in_line
 from deploy.processes import last_line_of, tell_parent
 from deploy.ray_pools.raylet import until_silent
-from deploy.ray_pools.supervisor import StartOrder, Supervisor, WorkerProcess
+from deploy.ray_pools.supervisor import StartOrder, Supervisor, WorkerName, WorkerProcess
 
 SOCKET = "NODE_SOCKET"
 """Environment variable with the path of the socket for actors."""
@@ -165,7 +168,7 @@ class Lines:
 
 @dataclass(slots=True)
 class WorkersHere:
-    """States of the workers that Ray has placed on this node, by worker id, as text. Pure.
+    """States of the workers that Ray has placed on this node, by name, as predicates. Pure.
 
     Args:
         since_s: time since which there has been no worker.
@@ -173,21 +176,21 @@ class WorkersHere:
 
     since_s: float
     is_started: bool = False
-    says: dict[str, str] = field(default_factory=dict)
-    _ready: set[str] = field(default_factory=set)
+    says: dict[WorkerName, str] = field(default_factory=dict)
+    _ready: set[WorkerName] = field(default_factory=set)
 
     @property
     def is_ready(self) -> bool:
         """True if there is a worker, and all workers accept traffic."""
         return bool(self.says) and self.says.keys() == self._ready
 
-    def become(self, worker: str, state: str, reason: str) -> None:
+    def become(self, worker: WorkerName, state: str, reason: str) -> None:
         """Record a worker's state, and the reason for it; empty: no reason."""
-        self.says[worker] = f"{worker} {in_words(state, reason)}"
+        self.says[worker] = in_words(state, reason)
         (self._ready.add if state == "ready" else self._ready.discard)(worker)
         self.is_started |= self.is_ready
 
-    def forget(self, worker: str, now_s: float) -> None:
+    def forget(self, worker: WorkerName, now_s: float) -> None:
         """Record that a worker is gone."""
         self.says.pop(worker, None)
         self._ready.discard(worker)
@@ -230,8 +233,10 @@ class Node:
         self.supervisor = Supervisor(self._tell_orphaned)
         self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._outputs: dict[WorkerProcess, asyncio.Task[None]] = {}
-        self._latest: dict[str, deque[bytes]] = {}
-        """Latest lines by worker id; the worker that wrote last comes last."""
+        self._latest: dict[WorkerName, deque[bytes]] = {}
+        """Latest lines of each worker; the worker that wrote last comes last."""
+        self._clusters: set[str] = set()
+        """Clusters of all workers that have run here."""
         self._show()
 
     @property
@@ -260,15 +265,15 @@ class Node:
                 self._lines.flush(LAST_WORDS_S)
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def say(self, message: str, level: str = "WARNING", worker: str = "") -> None:
+    def say(self, message: str, level: str = "WARNING", worker: WorkerName | None = None) -> None:
         """Write a log line of this process."""
-        self._lines.write(Entry(level, "node", message, worker))
+        self._lines.write(Entry(level, "node", message, self.label(worker)))
 
-    async def relay(self, output: socket.socket, logger: str, worker: str = "") -> None:
+    async def relay(self, output: socket.socket, logger: str, worker: WorkerName | None = None) -> None:
         """Write the lines that a process sends to this socket, until its end."""
         reader, writer = await asyncio.open_connection(sock=output, limit=MAX_LINE)
         while line := await _line(reader):
-            self._lines.relay(line, logger, worker)
+            self._lines.relay(line, logger, self.label(worker))
             if worker:
                 self._keep(line, worker)
             await self._lines.room()
@@ -289,18 +294,20 @@ class Node:
         self._connections[connection] = writer
         try:
             head = json.loads(await reader.readline() or b"{}")
+            worker = WorkerName(head.get("cluster", ""), head.get("worker", ""), head.get("release", ""))
             if head.get("stream") == "latest":
-                writer.writelines(self._latest.get(head["worker"], ()))
+                writer.writelines(self._latest.get(worker, ()))
                 await writer.drain()
             elif head.get("stream") == "worker":
-                await self._serve_actor(reader, writer, head["worker"])
+                self._clusters.add(worker.cluster)
+                await self._serve_actor(reader, writer, worker)
         except ConnectionError:
             pass  # the other process has ended
         finally:
             del self._connections[connection]
             writer.close()
 
-    async def _serve_actor(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, worker_id: str) -> None:
+    async def _serve_actor(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: WorkerName) -> None:
         """Carry out the orders of a worker's actor until the actor is gone."""
         worker: WorkerProcess | None = None
         following: asyncio.Task[None] | None = None
@@ -310,7 +317,7 @@ class Node:
                 match order.pop("order"):
                     case "start" | "adopt" as kind:
                         try:
-                            worker = await (self._start if kind == "start" else self._adopt)(worker_id, writer, order)
+                            worker = await (self._start if kind == "start" else self._adopt)(name, writer, order)
                         except WorkerFailed as error:
                             _answer(writer, error=str(error))
                         else:
@@ -318,26 +325,26 @@ class Node:
                     case "signal" if worker is not None and worker.owner is writer:
                         self.supervisor.send_signal(worker, order["number"])
                     case "state" if worker in self._outputs:
-                        self._note(worker_id, order["state"], order["reason"])
+                        self._note(name, order["state"], order["reason"])
         finally:
             if following:
                 following.cancel()
             if worker:
                 self.supervisor.release(worker, writer)
 
-    async def _start(self, worker_id: str, owner: object, order: dict[str, Any]) -> WorkerProcess:
-        worker = await self.supervisor.start(worker_id, StartOrder(**order), owner)
-        self._outputs[worker] = asyncio.create_task(self._live(worker), name=worker_id)
+    async def _start(self, name: WorkerName, owner: object, order: dict[str, Any]) -> WorkerProcess:
+        worker = await self.supervisor.start(name, StartOrder(**order), owner)
+        self._outputs[worker] = asyncio.create_task(self._live(worker), name=str(name))
         return worker
 
-    async def _adopt(self, worker_id: str, owner: object, order: dict[str, Any]) -> WorkerProcess:
-        worker = self.supervisor.adopt(worker_id, owner, order["gpus"])
-        self.say(f"{worker_id} is adopted by a new Ray actor", "INFO", worker_id)
+    async def _adopt(self, name: WorkerName, owner: object, order: dict[str, Any]) -> WorkerProcess:
+        worker = self.supervisor.adopt(name, owner, order["gpus"])
+        self.say(f"{self.label(name)} is adopted by a new Ray actor", "INFO", name)
         return worker
 
     async def _live(self, worker: WorkerProcess) -> None:
         """Relay a worker's output and report until its end, and record its end."""
-        relaying = asyncio.create_task(self.relay(worker.output, "output", worker.id))
+        relaying = asyncio.create_task(self.relay(worker.output, "output", worker.name))
         reader, writer = await asyncio.open_connection(sock=worker.reports, limit=MAX_ORDER)
         reporting = asyncio.create_task(reader.readline())
         first: list[asyncio.Future[Any]] = [reporting, worker.ended]
@@ -350,9 +357,9 @@ class Node:
         status = await worker.ended
         await asyncio.wait([relaying], timeout=LAST_WORDS_S)
         relaying.cancel()  # a child of the worker may still have the socket
-        if self.supervisor.workers.get(worker.id) in (None, worker):
-            self._note(worker.id, "ended" if status else "left", end_in_words(status))
-            self._workers.forget(worker.id, time.monotonic())
+        if self.supervisor.workers.get(worker.name) in (None, worker):
+            self._note(worker.name, "ended" if status else "left", end_in_words(status))
+            self._workers.forget(worker.name, time.monotonic())
             self._show()
         del self._outputs[worker]
 
@@ -364,25 +371,31 @@ class Node:
         if worker.report.done():
             _answer(writer, report=json.loads(worker.report.result()))
         await asyncio.wait([living])
-        last = last_line_of(b"\n".join(line.rstrip() for line in self._latest.get(worker.id, ())))
+        last = last_line_of(b"\n".join(line.rstrip() for line in self._latest.get(worker.name, ())))
         _answer(writer, ended=worker.ended.result(), last_line=last, log=self._lines.file)
 
-    def _keep(self, line: bytes, worker: str) -> None:
+    def _keep(self, line: bytes, worker: WorkerName) -> None:
         kept = self._latest.pop(worker, None) or deque(maxlen=MAX_KEPT_LINES)
         kept.append(line.rstrip(b"\n")[:MAX_KEPT_BYTES] + b"\n")
         self._latest[worker] = kept
         if len(self._latest) > MAX_KEPT_IDS:
             del self._latest[next(iter(self._latest))]
 
-    def _tell_orphaned(self, worker: str, what: str) -> None:
-        if not self._is_ending:
-            self._keep(f"{worker} {what}".encode(), worker)
-            self.say(f"{worker} {what}", worker=worker)
+    def label(self, worker: WorkerName | None) -> str:
+        """Return the worker's name in output; empty: no worker."""
+        if worker is None:
+            return ""
+        return str(worker) if len(self._clusters) > 1 else worker.id
 
-    def _note(self, worker: str, state: str, reason: str) -> None:
+    def _tell_orphaned(self, worker: WorkerName, what: str) -> None:
+        if not self._is_ending:
+            self._keep(f"{worker.id} {what}".encode(), worker)
+            self.say(f"{self.label(worker)} {what}", worker=worker)
+
+    def _note(self, worker: WorkerName, state: str, reason: str) -> None:
         self._workers.become(worker, state, reason)
         if self._tells_states:
-            self.say(self._workers.says[worker], LEVELS.get(state, "INFO"), worker)
+            self.say(f"{self.label(worker)} {self._workers.says[worker]}", LEVELS.get(state, "INFO"), worker)
         self._show()
 
     def _show(self) -> None:
@@ -391,7 +404,8 @@ class Node:
             self._write_files()
 
     def _write_files(self) -> None:
-        text = "; ".join(self._workers.says.values()) or "no worker is here"
+        states = self._workers.says.items()
+        text = "; ".join(f"{self.label(worker)} {state}" for worker, state in states) or "no worker is here"
         temporary = self._folder / "workers.new"
         temporary.write_text(text + "\n")
         temporary.rename(self._folder / "workers")
@@ -501,7 +515,7 @@ async def _keep_ray(command: Sequence[str], node: Node, stop: Stop, raylet: str)
             return status
         num_failures = 0 if time.monotonic() - began_s > STABLE_S else num_failures + 1
         wait_s = RESTART_S[min(num_failures, len(RESTART_S) - 1)]
-        names = ", ".join(sorted(node.supervisor.workers))
+        names = ", ".join(sorted(node.label(each) for each in node.supervisor.workers))
         node.say(
             f"Ray has ended with status {status}, and these workers serve on: {names}; starting Ray again in "
             f"{wait_s:g} s"

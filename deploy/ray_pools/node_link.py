@@ -1,6 +1,6 @@
 """Connection from a worker's actor to the node process (`deploy.ray_pools.node`), which runs the worker.
 
-    link = await NodeLink.open(socket_path, "worker-0")
+    link = await NodeLink.open(socket_path, WorkerName("baton", "worker-0"))
     report = await link.start(StartOrder(...), "it is a decode worker")  # or `adopt`, if the worker runs already
     ended = await link.ended()
 
@@ -26,7 +26,7 @@ from baton.rpc import channel
 from baton.tasks import cancel_and_wait
 from baton.tls import Tls
 from deploy.ray_pools.node import MAX_ORDER, end_in_words
-from deploy.ray_pools.supervisor import StartOrder
+from deploy.ray_pools.supervisor import StartOrder, WorkerName
 
 ASK_S = 2.0
 """Interval between health checks of a worker."""
@@ -70,7 +70,7 @@ class NodeLink:
         self._reading = asyncio.create_task(self._read(reader), name=f"node of {worker_id}")
 
     @classmethod
-    async def open(cls, path: str, worker_id: str) -> NodeLink:
+    async def open(cls, path: str, worker: WorkerName) -> NodeLink:
         """Connect to the node process whose socket has this path.
 
         Raises:
@@ -80,8 +80,8 @@ class NodeLink:
             reader, writer = await asyncio.open_unix_connection(path, limit=MAX_ORDER)
         except OSError as error:
             raise WorkerFailed(f"the node process does not answer: {error}") from error
-        link = cls(worker_id, reader, writer)
-        link._send(worker=worker_id, stream="worker")
+        link = cls(worker.id, reader, writer)
+        link._send(worker=worker.id, cluster=worker.cluster, release=worker.release, stream="worker")
         return link
 
     async def start(self, order: StartOrder, reason: str) -> dict[str, Any]:

@@ -31,8 +31,25 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Environment variable with the GPUs that a process may use. Ray sets it for an actor."""
 MAX_OOM_SCORE = "1000"
 """The highest `oom_score_adj`, as Ray sets it for its actors."""
-OnOrphaned = Callable[[str, str], None]
-"""Callback with the id of a worker that has no actor, and a predicate for the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerName:
+    """Name of a worker on its node. Workers of several clusters, and so of several models, may share a node."""
+
+    cluster: str
+    """Ray namespace of its cluster; empty: its actor's release does not report it."""
+    id: str
+    """Worker id, unique in the cluster."""
+    release: str = field(default="", compare=False)
+    """Release of its model, for people. It is not part of the identity, because the next release takes over the id."""
+
+    def __str__(self) -> str:
+        return f"{self.release}/{self.id}" if self.release else self.id
+
+
+OnOrphaned = Callable[[WorkerName, str], None]
+"""Callback with the name of a worker that has no actor, and a predicate for the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +74,7 @@ class StartOrder:
 class WorkerProcess:
     """Process of one worker, from its start to its end. The node process owns its sockets."""
 
-    id: str
+    name: WorkerName
     pid: int
     ended: asyncio.Future[int]
     """Exit status, as in `subprocess`."""
@@ -86,19 +103,19 @@ class WorkerProcess:
 
 
 class Supervisor:
-    """All worker processes of this node, by worker id. Use it from one event loop, in the process's main thread.
+    """All worker processes of this node, by name. Use it from one event loop, in the process's main thread.
 
     Args:
         on_orphaned: called when a worker loses its actor, and again when its time without an actor is over.
     """
 
     def __init__(self, on_orphaned: OnOrphaned) -> None:
-        self.workers: dict[str, WorkerProcess] = {}
+        self.workers: dict[WorkerName, WorkerProcess] = {}
         self._on_orphaned = on_orphaned
         self._children: dict[int, tuple[subprocess.Popen[bytes], asyncio.Future[int]]] = {}
 
-    async def start(self, worker_id: str, order: StartOrder, owner: object) -> WorkerProcess:
-        """Start a worker. If a process still has this id, it is killed first, because the controller has given it up.
+    async def start(self, name: WorkerName, order: StartOrder, owner: object) -> WorkerProcess:
+        """Start a worker. If a process still has this name, it is killed first, because the controller has given it up.
 
         Args:
             owner: connection of its actor.
@@ -106,7 +123,7 @@ class Supervisor:
         Raises:
             WorkerFailed: its GPUs are in use, or its command cannot be run.
         """
-        if before := self.workers.get(worker_id):
+        if before := self.workers.get(name):
             self.send_signal(before, signal.SIGKILL)
             await asyncio.wait([before.ended])
         others = [*self.workers.values()]
@@ -117,18 +134,18 @@ class Supervisor:
         gpus = free_gpus(order.gpus, order.gpu_share, in_use, known)
         if gpus is None:
             raise WorkerFailed(
-                f"the GPUs {','.join(order.gpus)} that Ray has assigned to {worker_id} are in use; this node runs "
-                f"{', '.join(sorted(self.workers))}; {worker_id} can start when the orphans among them are adopted or "
-                "have ended"
+                f"the GPUs {','.join(order.gpus)} that Ray has assigned to {name.id} are in use; this node runs "
+                f"{', '.join(sorted(map(str, self.workers)))}; {name.id} can start when the orphans among them are "
+                "adopted or have ended"
             )
         environment = {**order.environment, **({VISIBLE: ",".join(gpus)} if gpus else {})}
-        worker = self._spawn(worker_id, order, environment)
+        worker = self._spawn(name, order, environment)
         worker.gpus, worker.assigned, worker.owner = gpus, order.gpus, owner
-        self.workers[worker_id] = worker
+        self.workers[name] = worker
         worker.ended.add_done_callback(lambda _: self._forget(worker))
         return worker
 
-    def adopt(self, worker_id: str, owner: object, assigned: Sequence[str]) -> WorkerProcess:
+    def adopt(self, name: WorkerName, owner: object, assigned: Sequence[str]) -> WorkerProcess:
         """Make the caller the owner of a running worker.
 
         Args:
@@ -138,9 +155,9 @@ class Supervisor:
         Raises:
             WorkerFailed: no such worker runs here, or it is leaving.
         """
-        worker = self.workers.get(worker_id)
+        worker = self.workers.get(name)
         if worker is None or worker.is_leaving:
-            raise WorkerFailed(f"{worker_id} {'is leaving' if worker else 'does not run on this node'}")
+            raise WorkerFailed(f"{name.id} {'is leaving' if worker else 'does not run on this node'}")
         if worker.orphaned:
             worker.orphaned.cancel()
         worker.owner, worker.orphaned, worker.assigned = owner, None, assigned
@@ -154,13 +171,13 @@ class Supervisor:
         if worker.ended.done():
             return
         if not worker.report.done():
-            self._on_orphaned(worker.id, "has lost its Ray actor before it was ready: it is killed")
+            self._on_orphaned(worker.name, "has lost its Ray actor before it was ready: it is killed")
             self.send_signal(worker, signal.SIGKILL)
             return
         if not worker.is_leaving:
             limit = f"for up to {worker.orphan_timeout_s:g} s (cluster.orphan_timeout_s)"
-            self._on_orphaned(worker.id, f"has lost its Ray actor; it serves on {limit} until it is adopted")
-        worker.orphaned = asyncio.create_task(self._end_orphan(worker), name=f"orphan {worker.id}")
+            self._on_orphaned(worker.name, f"has lost its Ray actor; it serves on {limit} until it is adopted")
+        worker.orphaned = asyncio.create_task(self._end_orphan(worker), name=f"orphan {worker.name}")
 
     def send_signal(self, worker: WorkerProcess, number: int) -> None:
         """Send a signal to the worker, if it still runs. From then on it is leaving, and cannot be adopted."""
@@ -203,7 +220,7 @@ class Supervisor:
         if workers:
             await asyncio.wait([worker.ended for worker in workers])
 
-    def _spawn(self, worker_id: str, order: StartOrder, environment: Mapping[str, str]) -> WorkerProcess:
+    def _spawn(self, name: WorkerName, order: StartOrder, environment: Mapping[str, str]) -> WorkerProcess:
         output, workers_output = socket.socketpair()
         reports, workers_reports = socket.socketpair()
         try:
@@ -220,9 +237,9 @@ class Supervisor:
         except (OSError, ValueError) as error:
             output.close()
             reports.close()
-            raise WorkerFailed(f"{worker_id} cannot be started: {error}") from error
+            raise WorkerFailed(f"{name.id} cannot be started: {error}") from error
         return WorkerProcess(
-            id=worker_id,
+            name=name,
             pid=pid,
             ended=ended,
             output=output,
@@ -237,16 +254,18 @@ class Supervisor:
     def _forget(self, worker: WorkerProcess) -> None:
         if worker.orphaned is not None:
             worker.orphaned.cancel()
-        if self.workers.get(worker.id) is worker:
-            del self.workers[worker.id]
+        if self.workers.get(worker.name) is worker:
+            del self.workers[worker.name]
 
     async def _end_orphan(self, worker: WorkerProcess) -> None:
         if not worker.is_leaving:
             await asyncio.sleep(worker.orphan_timeout_s)
-            self._on_orphaned(worker.id, f"has had no Ray actor for {worker.orphan_timeout_s:g} s: it drains and ends")
+            self._on_orphaned(
+                worker.name, f"has had no Ray actor for {worker.orphan_timeout_s:g} s: it drains and ends"
+            )
             self.send_signal(worker, signal.SIGTERM)
         await asyncio.sleep(worker.end_timeout_s)
-        self._on_orphaned(worker.id, f"has not ended {worker.end_timeout_s:g} s after SIGTERM: it is killed")
+        self._on_orphaned(worker.name, f"has not ended {worker.end_timeout_s:g} s after SIGTERM: it is killed")
         self.send_signal(worker, signal.SIGKILL)
 
 

@@ -4,6 +4,8 @@
        ^                                                              |
        +--------------------------------------------------------------+
 
+A model that may sleep does so as soon as no request has arrived for `autoscale.idle_s`, regardless of the cool-down.
+
 If a command fails, its reason is logged and the rest of that decision is dropped; the next decision follows after the
 cool-down. A new controller has all its data after one cool-down.
 """
@@ -20,7 +22,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.cluster import ClusterStatus, Role, Worker, WorkerState
 from baton.errors import BatonError
-from deploy.scaling.policy import decide
+from deploy.scaling.idleness import UNKNOWN, activity_of, observed
+from deploy.scaling.policy import decide, to_sleep
 from deploy.scaling.values import Flips, PolicyState, ScalingDecision
 from deploy.scaling.window import measure
 from router.placement import Objective
@@ -36,13 +39,16 @@ OnDecided = Callable[[ScalingDecision], None]
 
 
 class ScalingOrders(Protocol):
-    """Commands of the autoscaler to the controller. Both raise BatonError if they cannot be carried out."""
+    """Commands of the autoscaler to the controller. All raise BatonError if they cannot be carried out."""
 
     async def scale(self, pool: Role, num_workers: int) -> object:
         """Set the desired number of workers of a pool."""
 
     async def set_role(self, worker_id: str, role: Role) -> object:
         """Move a worker to the other pool and adjust both desired sizes. Returns when done."""
+
+    async def sleep(self) -> object:
+        """Stop all workers until a request wakes the model."""
 
 
 class Autoscaler:
@@ -72,6 +78,7 @@ class Autoscaler:
         self._clock = clock
         self._state = PolicyState.fresh(clock())
         self._before: tuple[float, ClusterStatus] | None = None
+        self._idleness = UNKNOWN
 
     async def run(self) -> None:
         """Measure, decide and scale until cancelled."""
@@ -85,9 +92,10 @@ class Autoscaler:
             status = await self._observe()
         except BatonError as error:
             logger.warning("autoscaler: the cluster cannot be observed: %s", error)
-            self._before = None
+            self._before, self._idleness = None, UNKNOWN
             return None
         now = self._clock()
+        self._idleness = observed(self._idleness, activity_of(status), now)
         before, self._before = self._before, (now, status)
         if before is None:
             return None
@@ -96,6 +104,9 @@ class Autoscaler:
         # The configuration of `baton autoscale` may lack the pools' settings; then the status has them.
         may_flip = self._may_flip and not any(pool.engine for pool in status.pools.values())
         decision = replace(decision, may_flip=may_flip)
+        idle_s = self._idleness.seconds(now)
+        if self._config.may_sleep and idle_s >= self._config.idle_s:
+            decision = to_sleep(decision, idle_s, now)
         self._state = decision.state
         self._on_decided(decision)
         if decision.num_actions:
@@ -104,16 +115,20 @@ class Autoscaler:
                 await self._carry_out(decision, status)
                 # Both the cool-down and the next window start after the changes, which may take a while.
                 self._state, self._before = replace(self._state, acted_s=self._clock()), None
+            if decision.is_sleep:
+                self._idleness = UNKNOWN  # if the order was refused, it is given again after as long
         return decision
 
     async def _carry_out(self, decision: ScalingDecision, status: ClusterStatus) -> None:
         orders: list[tuple[str, Callable[[], Awaitable[object]]]] = []
+        if decision.is_sleep:
+            orders.append(("the model sleeps", self._orders.sleep))
         if flips := decision.flips:
             for worker in to_flip(flips, status):
                 give = partial(self._orders.set_role, worker.info.id, flips.role)
                 orders.append((f"{worker.info.id} becomes a {flips.role} worker", give))
         # A pool that stops workers comes first: those of the other pool may need their room.
-        for role in sorted(Role, key=lambda role: not decision.stops.of(role)):
+        for role in () if decision.is_sleep else sorted(Role, key=lambda role: not decision.stops.of(role)):
             if decision.starts.of(role) or decision.stops.of(role):
                 size = decision.sizes.of(role)
                 orders.append((f"{size} {role} workers", partial(self._orders.scale, role, size)))

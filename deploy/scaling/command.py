@@ -42,6 +42,9 @@ class _NoOrders:
     async def set_role(self, worker_id: str, role: Role) -> None:
         raise AssertionError("a dry run orders nothing")
 
+    async def sleep(self) -> None:
+        raise AssertionError("a dry run orders nothing")
+
 
 def run(client: Client, config: Config, seconds: float, watch: bool, as_json: bool) -> None:
     """Measure one window of `seconds`, or consecutive ones, and print the decision of each.

@@ -23,6 +23,11 @@ requests miss their objectives.
 
 To prevent oscillation, measurements are smoothed, a cool-down follows every change, a worker is stopped only if the
 pools would have stayed far below the target without it for a long time, and nothing is decided during a change of role.
+
+The policy never empties the decode pool, because an empty pool shows no demand; nor does it fill an empty one. A model
+that may sleep (`autoscale.min_decode` 0) stops its last workers if `deploy.scaling.idleness` says so, and the routers'
+requests start them again.
+
 Sizes are absolute numbers derived from the load, so a repeated decision gives the same result. The only memory is a
 `PolicyState`; a controller that has lost it starts with a cool-down.
 
@@ -70,16 +75,19 @@ def decide(
     Args:
         objective: the objective to size for.
         now_s: end of the window, on the clock of `state`.
-        mode: the routers' mode; in `aggregated`, decode workers do all the work.
+        mode: the routers' mode; in `aggregated`, decode workers do all the work; in `disaggregated` the prefill pool is
+            never empty.
     """
+    if not measured.decode.desired:
+        return _empty(measured.sizes, now_s)
     latest, reasons = _needs(measured, objective)
     is_aggregated = mode == "aggregated"
     if is_aggregated:
         latest = Needs(0.0, latest.prefill + latest.backlog + latest.decode)
     state = _smoothed(state, latest, config)
     needs = state.needs or latest
-    before, bounds = measured.sizes, _Bounds(config, measured, is_aggregated)
-    pressure = needs.pressure(before) if before.decode else math.inf
+    before, bounds = measured.sizes, _Bounds(config, measured, mode)
+    pressure = needs.pressure(before)
     is_pressed = pressure > config.target_utilisation
     reasons.append(_in_words(needs, before, pressure, config.target_utilisation))
     smaller = None if is_pressed else bounds.one_less(needs, before)
@@ -115,6 +123,23 @@ def decide(
         smaller,
         f"For {now_s - since_s:.0f} s {smaller} was enough, now at {needs.pressure(smaller):.0%}: one stops.",
     )
+
+
+def to_sleep(decision: ScalingDecision, idle_s: float, now_s: float) -> ScalingDecision:
+    """Return the decision to stop all workers, in place of one that follows the load.
+
+    Args:
+        idle_s: time without a request.
+    """
+    why = f"No request has arrived for {idle_s:.0f} s, so the model sleeps until the next one (autoscale.idle_s)."
+    return replace(decision, sizes=Sizes(0, 0), reasons=(why,), state=PolicyState.fresh(now_s), may_flip=False)
+
+
+def _empty(sizes: Sizes, now_s: float) -> ScalingDecision:
+    """Return the decision for a model without decode workers, which is asleep, or was stopped by an operator."""
+    why = "The decode pool should be empty: the model is asleep, or an operator has stopped it. Nothing changes."
+    state = PolicyState.fresh(now_s)
+    return ScalingDecision(before=sizes, sizes=sizes, reasons=(why,), needs=Needs(0.0, 0.0), state=state)
 
 
 def _in_words(needs: Needs, sizes: Sizes, pressure: float, target: float) -> str:
@@ -205,21 +230,29 @@ def _relieved(needs: Needs, before: Sizes, bounds: _Bounds, measured: Measured, 
 class _Bounds:
     config: AutoscaleConfig
     measured: Measured
-    is_aggregated: bool
-    """The prefill pool is unused: workers may leave it, but none joins."""
+    mode: str
+
+    @property
+    def _is_aggregated(self) -> bool:
+        """True if the prefill pool is unused: workers may leave it, but none joins."""
+        return self.mode == "aggregated"
 
     @property
     def _most(self) -> int:
-        return self.config.max_workers or max(self.measured.sizes.total, self._min_prefill + self.config.min_decode)
+        return self.config.max_workers or max(self.measured.sizes.total, self._min_prefill + self._min_decode)
 
     @property
     def _min_prefill(self) -> int:
-        return 0 if self.is_aggregated else self.config.min_prefill
+        return 0 if self._is_aggregated else max(self.config.min_prefill, int(self.mode == "disaggregated"))
+
+    @property
+    def _min_decode(self) -> int:
+        return max(self.config.min_decode, 1)
 
     @property
     def _max_prefill(self) -> int:
         most = self.config.max_prefill or self._most
-        return min(most, self.measured.sizes.prefill) if self.is_aggregated else most
+        return min(most, self.measured.sizes.prefill) if self._is_aggregated else most
 
     @property
     def _max_decode(self) -> int:
@@ -227,17 +260,17 @@ class _Bounds:
 
     def clip(self, total: int) -> int:
         most = min(self._most, self._max_prefill + self._max_decode)
-        return max(self._min_prefill + self.config.min_decode, min(total, most))
+        return max(self._min_prefill + self._min_decode, min(total, most))
 
     def num_workers(self, needs: Needs, utilisation: float) -> int:
         """Return the total for which no pool exceeds the target, including the backlog, within the bounds."""
         prefill = math.ceil((needs.prefill + needs.backlog) / utilisation)
         decode = math.ceil(needs.decode / utilisation)
-        return max(self._min_prefill, prefill) + max(self.config.min_decode, decode)
+        return max(self._min_prefill, prefill) + max(self._min_decode, decode)
 
     def allow(self, sizes: Sizes) -> bool:
         in_prefill = self._min_prefill <= sizes.prefill <= self._max_prefill
-        in_decode = self.config.min_decode <= sizes.decode <= self._max_decode
+        in_decode = self._min_decode <= sizes.decode <= self._max_decode
         return in_prefill and in_decode and sizes.total <= self._most
 
     def best(self, needs: Needs, before: Sizes, total: int) -> Sizes:

@@ -91,7 +91,7 @@ class Needs:
 
     def utilisation_by_role(self, sizes: Sizes) -> dict[Role, float]:
         if not sizes.prefill:
-            return {Role.PREFILL: 0.0, Role.DECODE: (self.prefill + self.decode) / sizes.decode}
+            return {Role.PREFILL: 0.0, Role.DECODE: (self.prefill + self.decode) / max(sizes.decode, 1)}
         return {Role.PREFILL: self.prefill / sizes.prefill, Role.DECODE: self.decode / max(sizes.decode, 1)}
 
     def pressure(self, sizes: Sizes) -> float:
@@ -143,6 +143,11 @@ class ScalingDecision:
     """The memory for the next decision."""
     may_flip: bool = True
     """False: the pools have different engines, so one pool stops workers and the other one starts as many."""
+
+    @property
+    def is_sleep(self) -> bool:
+        """True if the model stops all of its workers until a request arrives."""
+        return self.before.total > 0 and self.sizes.total == 0
 
     @property
     def scaling(self) -> tuple[PoolScaling, ...]:

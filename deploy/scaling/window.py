@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from baton.cluster import ClusterStatus, Role, RouterInfo, Worker, WorkerState
@@ -16,12 +17,28 @@ LEAST_BUSY_S = 1.0
 """Minimum measured time of prompts; below it, their cost comes from the workers' cost models."""
 
 
+def of_model(router: RouterInfo, content_id: str) -> RouterInfo:
+    """Return a router with the counts of one model only. The counts of an older release, which has one model, stay."""
+    if not router.models:
+        return router
+    own = router.of_model(content_id)
+    return replace(
+        router,
+        met=own.met,
+        missed=own.missed,
+        rejected=own.rejected,
+        ready_workers=own.ready_workers,
+        models=(own,),
+    )
+
+
 def measure(before: ClusterStatus, after: ClusterStatus, window_s: float) -> Measured:
     """Measure the window from `before` to `after`, `window_s` later.
 
     Counters start at 0 with their process. If a counter has decreased, or the worker has a new epoch, the process was
     restarted, and the whole counter counts. The counters of new routers count completely. Routers that are gone no
-    longer count, so some of their requests are missing, but none counts twice.
+    longer count, so some of their requests are missing, but none counts twice. The routers must have the counts of this
+    model (`of_model`).
     """
     known = {(worker.info.id, worker.info.epoch): worker for worker in before.workers}
     spent = [_Spent(worker, known.get((worker.info.id, worker.info.epoch)), window_s) for worker in after.workers]

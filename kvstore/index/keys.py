@@ -21,7 +21,8 @@ kv:{ns}:model:<content id> JSON                         PX a minute
 kv:{ns}:models             SET of content ids
 kv:{ns}:router:<id>        JSON                         PX lease
 kv:{ns}:routers            SET of router ids
-kv:{ns}:acct:<t>           account of tenant t: its usage against its limits, answers in flight PX until nothing counts
+kv:{ns}:acct:<n>:<t>       account of tenant t: its usage against its limits, answers in flight PX until nothing counts
+kv:{ns}:acct:<n>:<t>:<m>   the same with model m; n and t as in req
 kv:{ns}:use:<n>:<t>:<id>   JSON, the writer of a request's usage record                        PX; names as in req
 kv:{ns}:hist:<slot>        HASH router's process -> JSON, its counters of ten seconds                   PX an hour
 kv:{ns}:held               ZSET of usage records that wait until their request ends or resumes  score: due time
@@ -93,9 +94,9 @@ class Keys:
         """Return the key of a request's record; the length keeps tenant `a:b` and id `c` apart from `a` and `b:c`."""
         return f"{self._prefix}req:{len(tenant_id)}:{tenant_id}:{digest.hex()}:{request_id}"
 
-    def account(self, tenant_id: str) -> str:
-        """Return the key of a tenant's account: its usage against its limits."""
-        return f"{self._prefix}acct:{tenant_id}"
+    def account(self, tenant_id: str, model: str = "") -> str:
+        """Return the key of a tenant's account, over all models or with one; see `record` for the length."""
+        return f"{self._prefix}acct:{len(tenant_id)}:{tenant_id}{model and ':'}{model}"
 
     def usage(self, tenant_id: str, request_id: str) -> str:
         """Return the key that names the writer of a request's usage record; see `record` for the length."""

@@ -15,7 +15,7 @@ from kvstore.index.protocol import READ_EVENTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from baton.cluster import ControllerInfo, RouterInfo, Worker
+    from baton.cluster import ControllerInfo, ModelAnnouncement, RouterInfo, Worker
     from baton.registered_adapters import Adapters
 
 
@@ -49,6 +49,7 @@ class MemoryStore:
         self.leases: dict[str, MemoryLease] = {}
         self.blocks: dict[tuple[str, int], Blocks] = {}
         self.routers: dict[str, tuple[float, RouterInfo]] = {}
+        self.models: dict[str, tuple[float, ModelAnnouncement]] = {}
         self.desired: dict[str, int] = {}
         self.controller: tuple[float, ControllerInfo] | None = None
         self.records: dict[tuple[str, str, bytes], tuple[float, dict[bytes, bytes]]] = {}

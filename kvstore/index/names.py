@@ -24,6 +24,8 @@ MAX_LIVING = 2 * MAX_WORKERS
 class IdSet:
     """Finder of the ids in a set whose values exist; it removes all other names from the set.
 
+    It does not look again for the values of ids that the caller has marked as genuine, because the caller reads them.
+
     One observation visits up to `MAX_LOOKED_AT` names and finds up to `MAX_LIVING` ids. A larger set takes several
     observations, each of which starts where the previous one stopped. Every observation finds the ids that the caller
     has marked as genuine, so none of them is lost among names that another process has written.
@@ -41,7 +43,7 @@ class IdSet:
         self._genuine: set[str] = set()
 
     async def look(self) -> list[str]:
-        """Return ids, sorted.
+        """Return ids, sorted; the values of genuine ones may have gone since.
 
         Raises:
             StoreUnavailable: also if the key holds a value of another type than a set.
@@ -55,7 +57,7 @@ class IdSet:
             if self._cursor == reads.START:
                 break
         if (started_at, self._cursor) != (reads.START, reads.START):
-            found.update(await self._living(sorted(self._genuine - found)))
+            found |= self._genuine
         return sorted(found)
 
     def keep(self, genuine: Iterable[str]) -> None:
@@ -86,9 +88,11 @@ class IdSet:
         return names
 
     async def _living(self, names: Sequence[str]) -> list[str]:
-        """Return the ids whose values exist, and remove the others from the set."""
-        if not names:
-            return []
-        keys = [self._key, *map(self._key_of, names)]
-        (living,) = await self._connection.run(PRUNE, keys, *names)
-        return [name.decode() for name in living]
+        """Return the genuine ids and those whose values exist, and remove the others from the set."""
+        genuine = [name for name in names if name in self._genuine]
+        unknown = [name for name in names if name not in self._genuine]
+        if not unknown:
+            return genuine
+        keys = [self._key, *map(self._key_of, unknown)]
+        (living,) = await self._connection.run(PRUNE, keys, *unknown)
+        return genuine + [name.decode() for name in living]

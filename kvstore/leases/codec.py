@@ -1,4 +1,4 @@
-"""JSON encoding of workers, routers and the controller.
+"""JSON encoding of workers, routers, controllers and models.
 
 Unknown fields are skipped at any depth, and new fields have defaults, so a newer or an older release may run next to
 this one. Everything else is checked, because a stored value may be anything.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
 from collections.abc import Callable
 from enum import Enum
@@ -16,8 +17,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from baton.addresses import is_address
 from baton.blocks import HASH_BLOCK
-from baton.cluster import BlockCounts, ControllerInfo, RouterInfo, TransferCounts, WorkerInfo, WorkerLoad
-from kvstore.index.values import MAX_EPOCH, MAX_SEQ, MAX_TEXT, label
+from baton.cluster import (
+    MAX_REASON,
+    BlockCounts,
+    ControllerInfo,
+    ModelAnnouncement,
+    RoutedModel,
+    RouterInfo,
+    TransferCounts,
+    WorkerInfo,
+    WorkerLoad,
+)
+from kvstore.index.values import MAX_EPOCH, MAX_NAME_BYTES, MAX_SEQ, MAX_TEXT, label
+from kvstore.leases.protocol import MAX_MODELS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -27,11 +39,17 @@ Reader: TypeAlias = Callable[[Any], Any]
 """Converts a JSON value to a field's value; raises ValueError."""
 MAX_BYTES = 2**16
 """Largest JSON text of one value; both values of a worker have a few thousand bytes."""
+ROUTER_BYTES = 2**18
+"""Largest JSON text of a router with the counts of `MAX_MODELS` models, each of at most 240 bytes."""
 MAX_ITEMS = 1000
 MAX_INT32 = 2**31 - 1
 MAX_S = 1e9
 """Largest number of seconds, and of any other fraction: 30 years."""
 MAX_COST_S = 3600.0
+MAX_PATH = 4096
+"""Longest path of a model, in characters."""
+MODES = ("auto", "disaggregated", "aggregated")
+"""Values of `router.mode`."""
 LABELS = {
     "engine",
     "sampler",
@@ -43,9 +61,14 @@ LABELS = {
     "attention",
     "kv_copies",
     "adapters",
+    "content_id",
 }
 """Text fields that are read as names of a bounded form."""
-LEAST = {"block_size": HASH_BLOCK, "max_model_len": HASH_BLOCK, "chunk_tokens": 1}
+MOST_CHARACTERS = {"name": MAX_NAME_BYTES, "release": MAX_NAME_BYTES, "path": MAX_PATH, "problem": MAX_REASON}
+"""Maximum lengths of texts; the default is `MAX_TEXT`."""
+MOST_ITEMS = {"models": MAX_MODELS}
+"""Maximum lengths of lists; the default is `MAX_ITEMS`."""
+LEAST = {"block_size": HASH_BLOCK, "chunk_tokens": 1}
 """Lower bounds of numbers; the default is 0."""
 MOST: dict[str, float] = {
     **dict.fromkeys(
@@ -56,15 +79,28 @@ MOST: dict[str, float] = {
         ("total", "free", "cached", "in_use", "open_connections", "slots_in_use", "num_unplaced"), MAX_INT32
     ),
     **dict.fromkeys(("num_ranks", "num_graphs", "num_fused", "max_adapters", "image_placeholder"), MAX_INT32),
+    **dict.fromkeys(("in_flight", "held"), MAX_INT32),
     **dict.fromkeys(("s_overhead", "s_per_token", "s_per_pair"), MAX_COST_S),
     **dict.fromkeys(("s_weights", "s_per_sequence", "s_per_kv_token", "adapter_load_s"), MAX_COST_S),
     "epoch": MAX_EPOCH,
+    "created_s": MAX_EPOCH // 1000,
 }
 """Upper bounds of numbers; the default is `MAX_SEQ`, for fractions `MAX_S`."""
+_DIGEST = re.compile(r"([0-9a-f]{16,128})?")
 
 
-def encode(value: WorkerInfo | WorkerLoad | RouterInfo | ControllerInfo) -> str:
-    return json.dumps(dataclasses.asdict(value), separators=(",", ":"))
+def encode(value: WorkerInfo | WorkerLoad | RouterInfo | ControllerInfo | ModelAnnouncement) -> str:
+    """Encode a value.
+
+    The counts of a router's models lack their zeros, so that those of many models stay short. The problem of a model is
+    cut to `MAX_REASON`, because a reader would refuse the announcement.
+    """
+    fields = dataclasses.asdict(value)
+    if isinstance(value, RouterInfo):
+        fields["models"] = [_differences(each, RoutedModel(content_id="")) for each in value.models]
+    elif isinstance(value, ModelAnnouncement):
+        fields["problem"] = value.problem[:MAX_REASON]
+    return json.dumps(fields, separators=(",", ":"))
 
 
 def encode_load(load: WorkerLoad) -> bytes:
@@ -87,6 +123,8 @@ def decode_info(found: bytes) -> WorkerInfo:
     info = _decode(WorkerInfo, found)
     if info.block_size % HASH_BLOCK:
         raise ValueError(f"block_size {info.block_size} is no multiple of {HASH_BLOCK}")
+    if info.max_model_len < HASH_BLOCK:
+        raise ValueError(f"max_model_len is {info.max_model_len}, and must be at least {HASH_BLOCK}")
     if not is_address(info.address):
         raise ValueError(f"{info.address!r:.100} is no HOST:PORT")
     return info
@@ -99,7 +137,7 @@ def decode_load(found: bytes) -> WorkerLoad:
 
 def decode_router(info: bytes) -> RouterInfo:
     """Decode a router; raises ValueError."""
-    return _decode(RouterInfo, info)
+    return _decode(RouterInfo, info, ROUTER_BYTES)
 
 
 def decode_controller(info: bytes) -> ControllerInfo:
@@ -108,6 +146,20 @@ def decode_controller(info: bytes) -> ControllerInfo:
     if not is_address(controller.address):
         raise ValueError(f"{controller.address!r:.100} is no HOST:PORT")
     return controller
+
+
+def decode_model(found: bytes) -> ModelAnnouncement:
+    """Decode the announcement of a model; raises ValueError."""
+    model = _decode(ModelAnnouncement, found)
+    for name in ("name", "release"):
+        shown = getattr(model, name)
+        if not shown or not shown.isprintable():
+            raise ValueError(f"{name} is {shown!r:.100}, and no printable text")
+    if not model.files:
+        raise ValueError("it has no digest of files")
+    if model.mode not in MODES:
+        raise ValueError(f"mode is {model.mode!r:.100}, and none of {', '.join(MODES)}")
+    return model
 
 
 def decode_sizes(found: bytes) -> dict[str, int]:
@@ -121,8 +173,8 @@ def decode_sizes(found: bytes) -> dict[str, int]:
     return sizes
 
 
-def _decode(cls: type[T], packed: bytes) -> T:
-    if len(packed) > MAX_BYTES:
+def _decode(cls: type[T], packed: bytes, most: int = MAX_BYTES) -> T:
+    if len(packed) > most:
         raise ValueError(f"it has {len(packed)} bytes")
     try:
         found = json.loads(packed)
@@ -156,6 +208,8 @@ def _reader(kind: Any, name: str) -> Reader:
         return partial(kind)
     if name in LABELS:
         return label
+    if name == "files":
+        return _digest
     if kind is str:
         return partial(_text, name)
     least, most = LEAST.get(name, 0), MOST.get(name, MAX_SEQ if kind is int else MAX_S)
@@ -170,13 +224,21 @@ def _reader(kind: Any, name: str) -> Reader:
 
 
 def _items(read: Reader, name: str, found: Any) -> tuple[Any, ...]:
-    if not isinstance(found, list) or len(found) > MAX_ITEMS:
-        raise ValueError(f"{name} is no list of at most {MAX_ITEMS}")
+    most = MOST_ITEMS.get(name, MAX_ITEMS)
+    if not isinstance(found, list) or len(found) > most:
+        raise ValueError(f"{name} is no list of at most {most}")
     return tuple(map(read, found))
 
 
 def _text(name: str, found: Any) -> str:
-    if not isinstance(found, str) or len(found) > MAX_TEXT:
-        raise ValueError(f"{name} is no text of at most {MAX_TEXT} characters")
+    most = MOST_CHARACTERS.get(name, MAX_TEXT)
+    if not isinstance(found, str) or len(found) > most:
+        raise ValueError(f"{name} is no text of at most {most} characters")
     found.encode()  # raises for a lone surrogate
+    return found
+
+
+def _digest(found: Any) -> str:
+    if not isinstance(found, str) or not _DIGEST.fullmatch(found):
+        raise ValueError(f"{found!r:.100} is no digest")
     return found

@@ -8,11 +8,12 @@ from baton.cluster import Worker
 from baton.errors import Fenced
 from kvstore.index.memory import MemoryLease, MemoryStore
 from kvstore.leases.journal import choices_of, fields_of
+from kvstore.leases.protocol import MODEL_LEASE_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from baton.cluster import ControllerInfo, RouterInfo, WorkerInfo, WorkerLoad
+    from baton.cluster import ControllerInfo, ModelAnnouncement, RouterInfo, WorkerInfo, WorkerLoad
     from kvstore.leases.journal import Noted, RecordEnd, RecordEntry, RecordKey
 
 
@@ -60,13 +61,6 @@ class MemoryLeases:
         leases = {worker_id: self._store.lease(worker_id) for worker_id in sorted(self._store.leases)}
         return {worker_id: lease.worker for worker_id, lease in leases.items() if lease and lease.worker}
 
-    async def announce_router(self, info: RouterInfo) -> None:
-        self._store.routers[info.id] = (self._store.clock() + self._lease_s, info)
-
-    async def list_routers(self) -> list[RouterInfo]:
-        now = self._store.clock()
-        return [info for _, (expires_at, info) in sorted(self._store.routers.items()) if expires_at > now]
-
     async def announce_controller(self, info: ControllerInfo) -> None:
         self._store.controller = (self._store.clock() + self._lease_s, info)
 
@@ -80,6 +74,34 @@ class MemoryLeases:
 
     async def get_desired(self) -> dict[str, int]:
         return dict(self._store.desired)
+
+    async def boot(self) -> str:
+        return self._store.boot
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class MemoryEndpoint:
+    """An `EndpointStore` in a `MemoryStore`."""
+
+    def __init__(self, store: MemoryStore, *, lease_s: float = 10.0) -> None:
+        self._store = store
+        self._lease_s = lease_s
+
+    async def announce_router(self, info: RouterInfo) -> None:
+        self._store.routers[info.id] = (self._store.clock() + self._lease_s, info)
+
+    async def list_routers(self) -> list[RouterInfo]:
+        now = self._store.clock()
+        return [info for _, (expires_at, info) in sorted(self._store.routers.items()) if expires_at > now]
+
+    async def announce_model(self, model: ModelAnnouncement) -> None:
+        self._store.models[model.content_id] = (self._store.clock() + MODEL_LEASE_S, model)
+
+    async def list_models(self) -> list[ModelAnnouncement]:
+        now = self._store.clock()
+        return [model for _, (expires_at, model) in sorted(self._store.models.items()) if expires_at > now]
 
     async def boot(self) -> str:
         return self._store.boot

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
-import math
 import time
 from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-
-from redis.exceptions import NoPermissionError
 
 from baton.cluster import Worker
 from baton.errors import Fenced, StoreUnavailable
@@ -24,13 +20,13 @@ from kvstore.index.keys import Keys
 from kvstore.index.names import IdSet
 from kvstore.index.signed import EPOCH_PROOF_BYTES, proved_epoch, signed_epoch
 from kvstore.index.values import MAX_EPOCH, MAX_NAME_BYTES, MAX_NUMBER_BYTES, natural, text
+from kvstore.leases.announcements import ANNOUNCE, Announcements
 from kvstore.leases.chain import RENEWAL_BYTES
 from kvstore.leases.codec import (
     MAX_BYTES,
     decode_controller,
     decode_info,
     decode_load,
-    decode_router,
     decode_sizes,
     encode,
 )
@@ -38,17 +34,15 @@ from kvstore.leases.loads import ReportedLoads
 from kvstore.leases.signed import HEAD_BYTES, SignedRegistry
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from baton.cluster import ControllerInfo, RouterInfo, WorkerInfo, WorkerLoad
+    from baton.cluster import ControllerInfo, WorkerInfo, WorkerLoad
     from baton.trust import KeyFile
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ACQUIRE = Script("kvstore.leases", "acquire.lua")
 RENEW = Script("kvstore.leases", "renew.lua")
 RELEASE = Script("kvstore.leases", "release.lua")
-ANNOUNCE = Script("kvstore.leases", "announce.lua")
 DISOWN = Script("kvstore.leases", "disown.lua")
 CHANGED = Script("kvstore.leases", "changed.lua")
 LEASE_FIELDS = {
@@ -115,17 +109,17 @@ class RedisLeases:
         self._blocks_ttl_ms = int(blocks_ttl_s * 1000)
         self._clock = clock
         self._member = keys
-        self._signed = None if keys is None else SignedRegistry(keys, lease_s, clock, monotonic_s)
+        self._announced = Announcements(connection, lease_s, clock=clock, monotonic_s=monotonic_s, keys=keys)
+        self._signed = self._announced.signed
         self._sizes: dict[str, int] = {}
         """Desired sizes that this process has set."""
         self._decoded: dict[str, _Decoded] = {}
         """Leases as they were decoded last, by worker."""
         self._workers = IdSet(connection, self._keys.workers, self._keys.lease)
-        self._routers = IdSet(connection, self._keys.routers, self._keys.router)
 
     async def acquire(self, worker_id: str, after: int | None = None) -> int:
         keys = self._keys
-        await self._set_stamps(may_fall=True)
+        await self._announced.set_stamps(may_fall=True)
         now_ms, most = int(self._clock() * 1000), MAX_EPOCH
         if self._member is not None:
             now_ms = max(now_ms, await self._claimed(self._member, worker_id) + 1, (after or 0) + 1)
@@ -144,7 +138,7 @@ class RedisLeases:
 
     async def renew(self, info: WorkerInfo, load: WorkerLoad) -> bool:
         keys = self._keys
-        if not await self._set_stamps(may_fall=False):
+        if not await self._announced.set_stamps(may_fall=False):
             return False
         texts = encode(info), encode(load)
         proof: tuple[str | bytes | int, ...] = ("",)
@@ -177,7 +171,9 @@ class RedisLeases:
                     pass  # the lease is just ending, or was acquired and not described yet
                 case _ if self._signed is None:
                     key = self._keys.lease(worker_id)
-                    workers[worker_id] = next(iter(self._read(key, partial(self._leased, worker_id), lease)), None)
+                    workers[worker_id] = next(
+                        iter(self._announced.decoded(key, partial(self._leased, worker_id), lease)), None
+                    )
                 case _:
                     for worker in self._read_signed(self._signed, worker_id, lease):
                         workers[worker_id] = worker
@@ -206,32 +202,13 @@ class RedisLeases:
             async for worker_id, found in paced(zip(some, answers, strict=True), SLICE_S):
                 yield worker_id, BadValue(found.decode()) if isinstance(found, bytes) else found
 
-    async def announce_router(self, info: RouterInfo) -> None:
-        await self._set_stamps(may_fall=True)
-        key = self._keys.router(info.id)
-        value = self._announcement(key, encode(info))
-        await self._connection.run(ANNOUNCE, [key, self._keys.routers], value, self._lease_ms, info.id)
-
-    async def list_routers(self) -> list[RouterInfo]:
-        ids = await self._routers.look()
-        found = reads.strings(self._connection, [self._keys.router(each) for each in ids], ANNOUNCEMENT_BYTES)
-        routers = []
-        async for router_id, info in _named(ids, found):
-            if info is not None:
-                decode = partial(_announced, router_id)
-                routers += self._read_announced(self._keys.router(router_id), Principal.ROUTER, decode, info)
-        self._routers.keep(router.id for router in routers)
-        return routers
-
     async def announce_controller(self, info: ControllerInfo) -> None:
-        await self._set_stamps(may_fall=True)
-        key = self._keys.controller
-        await self._connection.run(ANNOUNCE, [key], self._announcement(key, encode(info)), self._lease_ms)
+        await self._announced.announce(self._keys.controller, encode(info))
 
     async def get_controller(self) -> ControllerInfo | None:
         key = self._keys.controller
         found = await reads.string(self._connection, key, ANNOUNCEMENT_BYTES)
-        known = [] if found is None else self._read_announced(key, Principal.CONTROLLER, decode_controller, found)
+        known = [] if found is None else self._announced.read(key, Principal.CONTROLLER, decode_controller, found)
         return known[0] if known else None
 
     async def set_desired(self, sizes: Mapping[str, int]) -> None:
@@ -252,11 +229,15 @@ class RedisLeases:
         if self._signed is not None:
             fields = await reads.fields(self._connection, key, {SIGNED_SIZES: ANNOUNCEMENT_BYTES})
             found = fields[0] if isinstance(fields, list) else fields
-            known = [] if found is None else self._read_announced(key, Principal.CONTROLLER, decode_sizes, found)
+            known = (
+                []
+                if found is None
+                else self._announced.read(key, Principal.CONTROLLER, decode_sizes, found, is_lasting=True)
+            )
             return known[0] if known else {}
         sizes: dict[str, int] = {}
         async for pair in reads.pairs(self._connection, key, SIZES_BOUNDS):
-            sizes.update(self._read(key, _size, pair))
+            sizes.update(self._announced.decoded(key, _size, pair))
         return sizes
 
     async def boot(self) -> str:
@@ -265,28 +246,18 @@ class RedisLeases:
     async def close(self) -> None:
         await self._connection.close()
 
-    def _read(self, key: str, decode: Callable[[Any], T], found: Any) -> list[T]:
-        """Return the decoded value as a list of one; an empty list if `decode` raises ValueError."""
-        try:
-            if isinstance(found, BadValue):
-                raise ValueError(found.reason)
-            return [decode(found)]
-        except ValueError as error:
-            self._connection.note(key, error)
-            return []
-
     def _read_signed(self, signed: SignedRegistry, worker_id: str, lease: Any) -> list[Worker | None]:
         """Return the signed lease of a live worker as a list of one; None stands for a lease that cannot be decoded.
 
         A lease that is unsigned or was replaced earlier does not change the value that was read last.
         """
         key = self._keys.lease(worker_id)
-        seen = self._read(key, partial(signed.seen_lease, key), lease)
+        seen = self._announced.decoded(key, partial(signed.seen_lease, key), lease)
         sight = seen[0] if seen else signed.last(key)
         if sight is None or not signed.is_alive(sight):
             return []
         if seen and sight.is_new:
-            sight.value = next(iter(self._read(key, partial(self._leased, worker_id), lease)), None)
+            sight.value = next(iter(self._announced.decoded(key, partial(self._leased, worker_id), lease)), None)
         return [sight.value]
 
     def _leased(self, worker_id: str, lease: Sequence[bytes | None]) -> Worker:
@@ -305,63 +276,6 @@ class RedisLeases:
             raise ValueError(f"the entry names worker {worker.info.id!r}, epoch {worker.info.epoch}")
         self._decoded[worker_id] = _Decoded(info, load, worker)
         return worker
-
-    def _read_announced(self, key: str, author: Principal, decode: Callable[[bytes], T], found: Any) -> list[T]:
-        """Return the decoded value as a list of one; an empty list if it is not authentic or cannot be read."""
-        if self._signed is None:
-            return self._read(key, decode, found)
-        is_lasting = key == self._keys.desired
-        seen = self._read(key, partial(self._signed.seen, key, author, must_be_timely=not is_lasting), found)
-        if not seen:
-            last = self._signed.last(key)
-            return last.value if last is not None else []
-        sight, body = seen[0]
-        if sight.is_new:
-            sight.value = self._read(key, decode, body)
-        return sight.value if is_lasting or self._signed.is_alive(sight) else []
-
-    def _announcement(self, key: str, body: str) -> str | bytes:
-        return body if self._signed is None else self._signed.announcement(key, body)
-
-    async def _set_stamps(self, *, may_fall: bool) -> bool:
-        """Adjust the stamps of the next writes if this machine's clock was set by more than readers tolerate.
-
-        The clock may be right now, or may have been right before; Redis' clock decides. Stamps follow this process's
-        own clock or its own count of elapsed time, never Redis: a false time from Redis can make readers reject the
-        stamps, but it cannot make a member sign a value that is valid on another day.
-
-        Args:
-            may_fall: whether stamps may be lower than earlier ones. Readers accept stamps of a higher epoch at once.
-
-        Returns:
-            False if the stamps would have to be lower.
-        """
-        if self._signed is None:
-            return True
-        stamps = self._signed.stamps
-        drift_s = stamps.drift_s
-        if abs(drift_s) <= MAX_SKEW_S:
-            stamps.follows_clock = True
-        elif abs(stamps.counted_s - await self._redis_s()) <= MAX_SKEW_S:
-            if stamps.follows_clock:
-                logger.warning("this machine's clock was set by %+.0f s and differs from that of Redis", drift_s)
-            stamps.follows_clock = False
-        elif drift_s < 0 and not may_fall:
-            return False
-        else:
-            logger.warning("this machine's clock was set by %+.0f s; its signatures follow the clock", drift_s)
-            stamps.restart()
-        return True
-
-    async def _redis_s(self) -> float:
-        """Return the time of Redis' clock; NaN if this user may not read it."""
-        try:
-            seconds, _ = await self._connection.call("TIME")
-        except StoreUnavailable as error:
-            if isinstance(error.__cause__, NoPermissionError):
-                return math.nan
-            raise
-        return float(seconds)
 
     async def _overtaken(self, worker_id: str, newer: int, own: int) -> Fenced | StoreUnavailable:
         """Return the error for a worker whose lease names a newer epoch.
@@ -394,21 +308,6 @@ class RedisLeases:
 def _with_newest(loads: ReportedLoads, workers: Mapping[str, Worker | None]) -> dict[str, Worker | None]:
     loads.keep(workers.keys())
     return {each: None if worker is None else loads.newest(worker) for each, worker in workers.items()}
-
-
-async def _named(ids: Iterable[str], found: AsyncIterator[T]) -> AsyncIterator[tuple[str, T]]:
-    """Yield the value that was found for each id, in the order of the ids."""
-    names = iter(ids)
-    async for each in found:
-        yield next(names), each
-
-
-def _announced(router_id: str, found: bytes) -> RouterInfo:
-    """Decode an announcement; raises ValueError if it belongs to another router."""
-    info = decode_router(found)
-    if info.id != router_id:
-        raise ValueError(f"the entry names router {info.id!r}")
-    return info
 
 
 def _size(found: tuple[bytes, bytes]) -> tuple[str, int]:

@@ -8,10 +8,11 @@
     claim        by a worker that has acquired its lease: the epoch and its signature
     router       stamp (8 bytes) | signature | JSON, by a router
     controller   the same, by the controller
+    model        the same, by the model's controller
     desired      field `signed`: the same, by the controller
 
-Every signature covers the stored bytes and the name of their key, which contains the content id. So fields of a later
-release are covered, and no value can be used under another key.
+Every signature covers the stored bytes and the name of their key, which contains the content id, or the endpoint's name
+for routers and models. So fields of a later release are covered, and no value can be used under another key.
 """
 
 from __future__ import annotations

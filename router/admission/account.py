@@ -1,5 +1,8 @@
 """Arithmetic of a tenant's limits: use of each sliding window, and whether an entry fits. Pure: time is an argument.
 
+A tenant has an account over all models, and one with each model for which it has limits. `book` records a request in
+both or in none.
+
 A window is divided into SPANS spans, and an amount counts until its whole span has left the window. So no interval of a
 window's length ever holds more than the limit, and an amount expires at most a sixtieth of the window late.
 `ledger.lua` implements the same in Redis.
@@ -7,7 +10,7 @@ window's length ever holds more than the limit, and an amount expires at most a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 SPANS = 60
@@ -22,9 +25,11 @@ SEATS = NUM_WINDOWS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
-    """Amounts that a router records for a tenant, atomically."""
+    """Amounts that a router records in one account of a tenant."""
 
     tenant_id: str
+    model: str = ""
+    """Model whose account it is, beside the tenant's account over all models; empty: that one."""
     limits: tuple[int | None, int | None, int | None]
     """Limit of each window; None: no limit, and nothing is counted."""
     max_in_flight: int | None = None
@@ -50,10 +55,11 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerAnswer:
-    """Outcome of an entry, and the tenant's windows after it."""
+    """Outcome of an entry, and the account's windows after it."""
 
     refused_by: int | None
-    """Index of the exceeded limit; None: the entry is recorded."""
+    """Index of the limit that the entry would exceed; None: none. Entries that are sent together are recorded only if
+    none of them is refused."""
     retry_ms: int
     """Milliseconds until that window has room, if no other request takes it; 0 if answers in flight must end first."""
     used: tuple[int, ...]
@@ -78,25 +84,50 @@ class Seats:
 
 @dataclass(slots=True)
 class Account:
-    """Accounting of one tenant."""
+    """Usage of one tenant, over all models or with one model."""
 
     windows: tuple[dict[int, int], ...] = field(default_factory=lambda: tuple({} for _ in WINDOWS_MS))
     """Amounts of each window, by span number since 1970."""
     seats: dict[str, Seats] = field(default_factory=dict)
     """Answers in flight by router."""
 
-    def book(self, entry: LedgerEntry, now_ms: int) -> LedgerAnswer:
-        """Record the entry if there is room for all of it."""
+    def refusal(self, entry: LedgerEntry, now_ms: int) -> tuple[int | None, int]:
+        """Return the index of the limit that an entry would exceed or None, and the milliseconds until there is room.
+
+        Expired amounts are dropped.
+        """
         self._forget(now_ms)
-        refused_by, retry_ms = self._refusal(entry, now_ms)
-        if refused_by is None:
+        for index, (window, limit, need) in enumerate(zip(self.windows, entry.limits, entry.needs, strict=True)):
+            if limit is None or not need:
+                continue
+            excess = sum(window.values()) + need - limit
+            if excess > 0:
+                return index, wait_ms(window, excess, WINDOWS_MS[index], now_ms)
+            if index in OF_TOKENS and excess + self._reserved_before(entry) > 0:
+                return index, 0
+        if entry.num_asked and entry.max_in_flight is not None:
+            others = sum(seats.num_held for writer, seats in self.seats.items() if writer != entry.writer)
+            if others + self._own(entry) > entry.max_in_flight:
+                return SEATS, 0
+        return None, 0
+
+    def record(
+        self, entry: LedgerEntry, now_ms: int, refused_by: int | None, retry_ms: int, *, is_refused: bool
+    ) -> LedgerAnswer:
+        """Record an entry after `refusal`, and return the ledger's answer.
+
+        Args:
+            refused_by, retry_ms: the result of `refusal`.
+            is_refused: record only which answers are in flight, because this account or another has no room.
+        """
+        if not is_refused:
             for window, length_ms, limit, amount in zip(
                 self.windows, WINDOWS_MS, entry.limits, entry.amounts, strict=True
             ):
                 if limit is not None and amount:
                     span = now_ms // (length_ms // SPANS)
                     window[span] = window.get(span, 0) + amount
-        self._seat(entry, now_ms, is_refused=refused_by is not None)
+        self._seat(entry, now_ms, is_refused=is_refused)
         return LedgerAnswer(
             refused_by=refused_by,
             retry_ms=retry_ms,
@@ -117,22 +148,6 @@ class Account:
                 del window[span]
         for writer in [writer for writer, seats in self.seats.items() if seats.until_ms <= now_ms]:
             del self.seats[writer]
-
-    def _refusal(self, entry: LedgerEntry, now_ms: int) -> tuple[int | None, int]:
-        """Return the index of the exceeded limit or None, and the milliseconds until there is room."""
-        for index, (window, limit, need) in enumerate(zip(self.windows, entry.limits, entry.needs, strict=True)):
-            if limit is None or not need:
-                continue
-            excess = sum(window.values()) + need - limit
-            if excess > 0:
-                return index, wait_ms(window, excess, WINDOWS_MS[index], now_ms)
-            if index in OF_TOKENS and excess + self._reserved_before(entry) > 0:
-                return index, 0
-        if entry.num_asked and entry.max_in_flight is not None:
-            others = sum(seats.num_held for writer, seats in self.seats.items() if writer != entry.writer)
-            if others + self._own(entry) > entry.max_in_flight:
-                return SEATS, 0
-        return None, 0
 
     def _own(self, entry: LedgerEntry) -> int:
         """Return the writer's answers in flight according to its latest entry."""
@@ -155,6 +170,16 @@ class Account:
             # Zero answers in flight are recorded as well, so that an older entry that arrives later is recognized.
             num_held = entry.num_held - entry.num_asked * is_refused
             self.seats[entry.writer] = Seats(entry.version, num_held, now_ms + entry.lease_ms, num_reserved)
+
+
+def book(accounts: Sequence[Account], entries: Sequence[LedgerEntry], now_ms: int) -> list[LedgerAnswer]:
+    """Record one entry in each account if there is room for all of them; otherwise record none."""
+    refusals = [account.refusal(entry, now_ms) for account, entry in zip(accounts, entries, strict=True)]
+    is_refused = any(refused_by is not None for refused_by, _ in refusals)
+    return [
+        account.record(entry, now_ms, *refusal, is_refused=is_refused)
+        for account, entry, refusal in zip(accounts, entries, refusals, strict=True)
+    ]
 
 
 def wait_ms(window: Mapping[int, int], excess: int, length_ms: int, now_ms: int) -> int:

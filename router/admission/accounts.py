@@ -1,10 +1,11 @@
 """Enforces the tenants' limits over all routers.
 
 A request of a tenant with limits writes one entry to the ledger, after its prompt is tokenized: the request, its prompt
-tokens and the number of answers that it asks for. The router caches the ledger's refusals, so while a limit is
-exhausted, it refuses requests on arrival without asking the ledger. The tokens of the answers are recorded with the
-tenant's next request, or by `run` if none follows at once. `run` also renews the answers in flight in the ledger, with
-one entry per tenant.
+tokens and the number of answers that it asks for. If the tenant has limits with the requested model, too, there is an
+entry in a second account, and the ledger records both or none. The router caches the ledger's refusals, so while a
+limit is exhausted, it refuses requests on arrival without asking the ledger. The tokens of the answers are recorded
+with the account's next request, or by `run` if none follows at once. `run` also renews the answers in flight in the
+ledger, with one entry per account.
 
 A router records its total number of answers in flight, not increments. So nothing needs a rollback: the next entry
 corrects a lost one, and the answers of a dead router expire with its lease.
@@ -20,7 +21,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -30,7 +31,8 @@ from baton.telemetry.instruments import Instruments
 from kvstore.index import RedisConnection
 from kvstore.index.connection import Script
 from kvstore.index.keys import Keys
-from router.admission.account import SEATS, SPANS, WINDOWS_MS, Account, LedgerAnswer, LedgerEntry
+from router.admission.account import SEATS, SPANS, WINDOWS_MS, Account, LedgerAnswer, LedgerEntry, book
+from router.admission.limits import LIMITS, Limits
 from router.admission.tenants import Tenant
 
 logger = logging.getLogger(__name__)
@@ -38,8 +40,6 @@ TIMEOUT_S = 0.5
 """Timeout of a request to the ledger. After a timeout the router enforces its share until the ledger answers again."""
 RETRY_S = 0.5
 """Pause between two attempts while the ledger is away."""
-LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_in_flight")
-"""Names of a tenant's limits, by the index in `LedgerAnswer.refused_by`."""
 NOTHING = (0, 0, 0)
 KNOWN_S = 1.0
 """Maximum time for which a router caches a refusal: windows move on, and the next request may be smaller."""
@@ -55,9 +55,12 @@ BOOK = Script("router.admission", "ledger.lua")
 
 @dataclass(slots=True, kw_only=True)
 class _Holding:
-    """One tenant's answers in flight on this router, and the amounts that it has not yet recorded in the ledger."""
+    """One account's answers in flight on this router, and the amounts that it has not yet recorded in the ledger."""
 
-    tenant: Tenant
+    tenant_id: str
+    model: str = ""
+    """Model whose account it is; empty: the tenant's account over all models."""
+    limits: Limits
     num_held: int = 0
     """Answers in flight, including those that are being requested."""
     num_requests: int = 0
@@ -80,13 +83,18 @@ class _Holding:
 
     @property
     def is_crowded(self) -> bool:
-        """True if the tenant uses more than half of its answers in flight."""
-        most = self.tenant.max_in_flight
+        """True if more than half of the account's answers are in flight."""
+        most = self.limits.max_in_flight
         return most is not None and self.num_in_flight * 2 > most
 
     @property
     def has_token_limit(self) -> bool:
-        return any(limit is not None for limit in self.tenant.windows[1:])
+        return any(limit is not None for limit in self.limits.windows[1:])
+
+    @property
+    def of_model(self) -> str:
+        """The model as errors name it, after the tenant."""
+        return f" with the model {self.model!r}" if self.model else ""
 
     def hold(self, charge: Charge, sign: int = 1) -> None:
         """Add a request's answers to those in flight, or with a sign of -1 remove them."""
@@ -111,13 +119,14 @@ class Charge:
     """Charge of one request to its tenant, from admission to the end."""
 
     accounts: Accounts | None = None
-    """None, like `holding`, if the tenant has no limits."""
-    holding: _Holding | None = None
+    """None if the tenant has no limits."""
+    holdings: tuple[_Holding, ...] = ()
+    """The accounts that it is charged to: the tenant's, that with the requested model, or both."""
     num_answers: int = 0
     num_reserved: int = 0
     """Tokens reserved for the answers."""
     quota: Quota | None = None
-    """The tenant's remaining quota after the request is recorded; None: it has no rate limits."""
+    """The tighter remaining quota of the accounts after the request is recorded; None: they have no rate limits."""
     is_open: bool = False
     """True while the charge is recorded, or being recorded, and not settled."""
 
@@ -129,23 +138,23 @@ class Charge:
             num_to_reserve: maximum number of tokens of the answers, which count as used until the request is settled.
 
         Raises:
-            QuotaExceeded: a limit of the tenant is exhausted.
+            QuotaExceeded: a limit of the tenant, over all models or with the requested one, is exhausted.
             InvalidRequest: the prompt alone exceeds a limit.
         """
-        if self.accounts is not None and self.holding is not None:
+        if self.accounts is not None:
             self.is_open = True
-            self.num_reserved = num_to_reserve if self.holding.has_token_limit else 0
+            self.num_reserved = num_to_reserve if any(each.has_token_limit for each in self.holdings) else 0
             try:
-                self.quota = await self.accounts.book(self.holding, self, num_tokens)
+                self.quota = await self.accounts.book(self, num_tokens)
             except BatonError:
                 self.is_open = False  # nothing is recorded, so there is nothing to settle
                 raise
 
     def settle(self, num_tokens: int) -> None:
         """Charge the tokens of the answers, and stop counting the answers as in flight; idempotent."""
-        if self.accounts is not None and self.holding is not None and self.is_open:
+        if self.accounts is not None and self.is_open:
             self.is_open = False
-            self.accounts.settle(self.holding, self, num_tokens)
+            self.accounts.settle(self, num_tokens)
 
 
 class Accounts:
@@ -165,84 +174,113 @@ class Accounts:
         self._lease_s = lease_s
         self._writer = secrets.token_hex(8)
         self._version = 0
-        self._holdings: dict[str, _Holding] = {}
+        self._holdings: dict[tuple[str, str], _Holding] = {}
         self._own_share = MemoryLedger()
         """Requests that this router has admitted while the ledger was away."""
         self._is_away = False
         self._changed = asyncio.Event()
 
-    def arrive(self, tenant: Tenant, num_answers: int) -> Charge:
+    def arrive(self, tenant: Tenant, num_answers: int, model: str) -> Charge:
         """Check a new request against the cached limits, before it costs anything.
+
+        Args:
+            model: name of the served model or adapter that it requests. It becomes a part of a key in Redis, so it must
+                not be any text that a client sent.
 
         Raises:
             QuotaExceeded: a limit of the tenant is known to be exhausted.
             InvalidRequest: the request asks for more answers than the tenant may have in flight.
         """
-        if tenant.max_in_flight is None and tenant.windows == (None, None, None):
+        assert model, "the name of a served model"
+        limited = [
+            (name, limits)
+            for name, limits in (("", tenant), (model, tenant.limits_of(model)))
+            if limits.need_an_account
+        ]
+        if not limited:
             return Charge()
-        if tenant.max_in_flight is not None and num_answers > tenant.max_in_flight:
-            raise InvalidRequest(
-                f"the request asks for {num_answers} answers at a time, but max_in_flight of tenant {tenant.id!r} is "
-                f"{tenant.max_in_flight}; lower n and best_of",
-                "n",
-            )
-        holding = self._holdings.setdefault(tenant.id, _Holding(tenant=tenant))
-        if holding.tenant != tenant:
-            holding.tenant, holding.exhausted_by = tenant, None
-        if holding.exhausted_by is not None and time.monotonic() < holding.exhausted_until_s:
-            raise self._refusal(tenant, holding.exhausted_by, holding.retry_s, holding.quota)
-        if tenant.max_in_flight is not None and holding.num_held + num_answers > tenant.max_in_flight:
-            raise self._refusal(tenant, SEATS, BUSY_RETRY_S, holding.quota)
-        return Charge(accounts=self, holding=holding, num_answers=num_answers)
+        holdings = tuple(self._holding(tenant.id, name, limits) for name, limits in limited)
+        for holding in holdings:
+            most = holding.limits.max_in_flight
+            if most is not None and num_answers > most:
+                raise InvalidRequest(
+                    f"the request asks for {num_answers} answers at a time, but max_in_flight of tenant {tenant.id!r}"
+                    f"{holding.of_model} is {most}; lower n and best_of",
+                    "n",
+                )
+            if holding.exhausted_by is not None and time.monotonic() < holding.exhausted_until_s:
+                raise self._refusal(holding, holding.exhausted_by, holding.retry_s, holdings)
+            if most is not None and holding.num_held + num_answers > most:
+                raise self._refusal(holding, SEATS, BUSY_RETRY_S, holdings)
+        return Charge(accounts=self, holdings=holdings, num_answers=num_answers)
 
-    async def book(self, holding: _Holding, charge: Charge, num_tokens: int) -> Quota | None:
+    def _holding(self, tenant_id: str, model: str, limits: Limits) -> _Holding:
+        """Return the holding of an account, under the limits that now apply."""
+        key = (tenant_id, model)
+        holding = self._holdings.get(key)
+        if holding is None:
+            holding = self._holdings[key] = _Holding(tenant_id=tenant_id, model=model, limits=limits)
+        elif holding.limits != limits:
+            holding.limits, holding.exhausted_by = limits, None
+        return holding
+
+    async def book(self, charge: Charge, num_tokens: int) -> Quota | None:
         """See `Charge.book`."""
-        tenant = holding.tenant
-        limits = [limit for limit in tenant.windows[1:] if limit is not None]
-        if limits and num_tokens > min(limits):
-            raise InvalidRequest(
-                f"the prompt has {num_tokens} tokens, but the smallest token limit of tenant {tenant.id!r} is "
-                f"{min(limits)}; shorten the prompt",
-                "input",
-            )
-        holding.hold(charge)
-        entry, answer = await self._recorded(holding, charge, num_tokens)
-        if answer is None:
+        for holding in charge.holdings:
+            limits = [limit for limit in holding.limits.windows[1:] if limit is not None]
+            if limits and num_tokens > min(limits):
+                raise InvalidRequest(
+                    f"the prompt has {num_tokens} tokens, but the smallest token limit of tenant "
+                    f"{holding.tenant_id!r}{holding.of_model} is {min(limits)}; shorten the prompt",
+                    "input",
+                )
+        for holding in charge.holdings:
+            holding.hold(charge)
+        entries, answers = await self._recorded(charge, num_tokens)
+        if answers is None:
             amounts = (1, num_tokens, num_tokens)
-            entry = self._shared(self._entry(holding, amounts, amounts, charge))
-            answer = self._own_share.book_now(entry)
-            if answer.refused_by is None:
-                holding.owe(1, num_tokens)
-        holding.quota, holding.num_in_flight = quota_of(entry, answer), answer.num_in_flight
-        if answer.refused_by is not None:
-            holding.hold(charge, -1)
-            raise self._learnt(holding, entry, answer, answer.refused_by)
-        return holding.quota
+            entries = [self._shared(self._entry(holding, amounts, amounts, charge)) for holding in charge.holdings]
+            answers = self._own_share.book_now(entries)
+            if not is_refused(answers):
+                for holding in charge.holdings:
+                    holding.owe(1, num_tokens)
+        for holding, entry, answer in zip(charge.holdings, entries, answers, strict=True):
+            holding.quota, holding.num_in_flight = quota_of(entry, answer), answer.num_in_flight
+        if is_refused(answers):
+            for holding in charge.holdings:
+                holding.hold(charge, -1)
+            raise self._learnt(charge.holdings, entries, answers)
+        return tightest(holding.quota for holding in charge.holdings)
 
     async def _recorded(
-        self, holding: _Holding, charge: Charge, num_tokens: int
-    ) -> tuple[LedgerEntry, LedgerAnswer | None]:
+        self, charge: Charge, num_tokens: int
+    ) -> tuple[list[LedgerEntry], Sequence[LedgerAnswer] | None]:
         """Record a request in the ledger, together with unrecorded amounts.
 
-        If it is cancelled, the entry counts as recorded, because it was sent.
+        If it is cancelled, the entries count as recorded, because they were sent.
 
         Returns:
-            The entry and the ledger's answer; None: the ledger is away.
+            The entries and the ledger's answers; None: the ledger is away.
         """
-        owed = (0, 0) if self._is_away else holding.take()
-        amounts = (1 + owed[0], num_tokens + owed[1], num_tokens + owed[1])
-        entry = self._entry(holding, amounts, amounts, charge)
-        answer = None if self._is_away else await self._ask(entry)
-        if any(owed) and (answer is None or answer.refused_by is not None):
-            holding.owe(*owed)
-            self._changed.set()
-        return entry, answer
+        owed = [(0, 0) if self._is_away else holding.take() for holding in charge.holdings]
+        entries = []
+        for holding, (num_requests, num_owed) in zip(charge.holdings, owed, strict=True):
+            amounts = (1 + num_requests, num_tokens + num_owed, num_tokens + num_owed)
+            entries.append(self._entry(holding, amounts, amounts, charge))
+        answers = None if self._is_away else await self._ask(entries)
+        if answers is None or is_refused(answers):
+            for holding, unrecorded in zip(charge.holdings, owed, strict=True):
+                if any(unrecorded):
+                    holding.owe(*unrecorded)
+                    self._changed.set()
+        return entries, answers
 
-    def settle(self, holding: _Holding, charge: Charge, num_computed: int) -> None:
+    def settle(self, charge: Charge, num_computed: int) -> None:
         """See `Charge.settle`."""
-        holding.hold(charge, -1)
-        holding.owe(0, num_computed)
-        if holding.is_crowded:
+        for holding in charge.holdings:
+            holding.hold(charge, -1)
+            holding.owe(0, num_computed)
+        if any(holding.is_crowded for holding in charge.holdings):
             self._changed.set()
         else:
             asyncio.get_running_loop().call_later(DEBT_S, self._changed.set)
@@ -267,22 +305,22 @@ class Accounts:
                 continue
             holding.renewed_s = now
             owed = holding.take()
-            answer = await self._ask(self._entry(holding, NOTHING, (owed[0], owed[1], owed[1]), Charge()))
-            if answer is None:
+            answers = await self._ask([self._entry(holding, NOTHING, (owed[0], owed[1], owed[1]), Charge())])
+            if answers is None:
                 holding.owe(*owed)
                 self._changed.set()
                 return
-            holding.num_in_flight = answer.num_in_flight
+            holding.num_in_flight = answers[0].num_in_flight
 
     async def close(self) -> None:
         await self.flush()
         await self._ledger.close()
 
-    async def _ask(self, entry: LedgerEntry) -> LedgerAnswer | None:
+    async def _ask(self, entries: Sequence[LedgerEntry]) -> Sequence[LedgerAnswer] | None:
         """Ask the ledger; None: it has not answered in time."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                answer = await self._ledger.book(entry)
+                answers = await self._ledger.book(entries)
         except (StoreUnavailable, TimeoutError) as error:
             if not self._is_away:
                 reason = error if isinstance(error, StoreUnavailable) else f"no answer within {TIMEOUT_S} s"
@@ -293,16 +331,17 @@ class Accounts:
         if self._is_away:
             logger.info("tenants' limits are counted for all routers again")
         self._is_away = False
-        return answer
+        return answers
 
     def _entry(
         self, holding: _Holding, needs: tuple[int, int, int], amounts: tuple[int, int, int], charge: Charge
     ) -> LedgerEntry:
         self._version += 1
         return LedgerEntry(
-            tenant_id=holding.tenant.id,
-            limits=holding.tenant.windows,
-            max_in_flight=holding.tenant.max_in_flight,
+            tenant_id=holding.tenant_id,
+            model=holding.model,
+            limits=holding.limits.windows,
+            max_in_flight=holding.limits.max_in_flight,
             needs=needs,
             amounts=amounts,
             writer=self._writer,
@@ -324,49 +363,81 @@ class Accounts:
         requests, minute, day = map(share, entry.limits)
         return replace(entry, limits=(requests, minute, day), max_in_flight=share(entry.max_in_flight))
 
-    def _learnt(self, holding: _Holding, entry: LedgerEntry, answer: LedgerAnswer, refused_by: int) -> QuotaExceeded:
-        """Return the error for a refusal by the ledger, and cache the refusal if the limit is exhausted."""
-        retry_s = max(0.1, answer.retry_ms / 1e3) if answer.retry_ms else BUSY_RETRY_S
-        if refused_by != SEATS and WINDOWS_MS[refused_by] <= LONGEST_HEEDED_S * 1e3:
-            retry_s = min(retry_s, LONGEST_HEEDED_S)
-        limit = None if refused_by == SEATS else entry.limits[refused_by]
-        if limit is not None and answer.used[refused_by] >= limit:
-            holding.exhausted_by, holding.retry_s = refused_by, retry_s
-            holding.exhausted_until_s = time.monotonic() + min(retry_s, KNOWN_S)
-        return self._refusal(holding.tenant, refused_by, retry_s, holding.quota)
+    def _learnt(
+        self, holdings: Sequence[_Holding], entries: Sequence[LedgerEntry], answers: Sequence[LedgerAnswer]
+    ) -> QuotaExceeded:
+        """Return the error for a refusal by the ledger, and cache which limits are exhausted.
 
-    def _refusal(self, tenant: Tenant, refused_by: int, retry_s: float, quota: Quota | None) -> QuotaExceeded:
-        """Count a refusal and return its error."""
+        If both accounts refuse, the error names the one that has room later.
+        """
+        refusals = []
+        for holding, entry, answer in zip(holdings, entries, answers, strict=True):
+            if (refused_by := answer.refused_by) is None:
+                continue
+            retry_s = max(0.1, answer.retry_ms / 1e3) if answer.retry_ms else BUSY_RETRY_S
+            if refused_by != SEATS and WINDOWS_MS[refused_by] <= LONGEST_HEEDED_S * 1e3:
+                retry_s = min(retry_s, LONGEST_HEEDED_S)
+            limit = None if refused_by == SEATS else entry.limits[refused_by]
+            if limit is not None and answer.used[refused_by] >= limit:
+                holding.exhausted_by, holding.retry_s = refused_by, retry_s
+                holding.exhausted_until_s = time.monotonic() + min(retry_s, KNOWN_S)
+            refusals.append((retry_s, holding, refused_by))
+        retry_s, holding, refused_by = max(refusals, key=lambda refusal: refusal[0])
+        return self._refusal(holding, refused_by, retry_s, holdings)
+
+    def _refusal(
+        self, holding: _Holding, refused_by: int, retry_s: float, holdings: Iterable[_Holding]
+    ) -> QuotaExceeded:
+        """Count a refusal by one of a request's accounts and return its error."""
         name = LIMITS[refused_by]
-        self._instruments.tenant_refusals.add(1, {"tenant": tenant.id, "limit": name})
+        self._instruments.tenant_refusals.add(1, {"tenant": holding.tenant_id, "limit": name})
         return QuotaExceeded(
-            f"tenant {tenant.id!r} has used up its {name} of {getattr(tenant, name)}; try again later",
+            f"tenant {holding.tenant_id!r} has used up its {name} of {getattr(holding.limits, name)}"
+            f"{holding.of_model}; try again later",
             retry_s,
-            quota or UNLIMITED,
+            tightest(each.quota for each in holdings) or UNLIMITED,
         )
 
 
+def is_refused(answers: Iterable[LedgerAnswer]) -> bool:
+    """Return whether one of the accounts of a request has no room for it."""
+    return any(answer.refused_by is not None for answer in answers)
+
+
+def tightest(quotas: Iterable[Quota | None]) -> Quota | None:
+    """Return of each rate limit the one with the smallest rest; None: there are no rate limits."""
+    known = [quota for quota in quotas if quota is not None]
+    if not known:
+        return None
+    return Quota(
+        _tightest(quota.requests for quota in known),
+        _tightest(quota.tokens for quota in known),
+    )
+
+
+def _tightest(rates: Iterable[RateLimit | None]) -> RateLimit | None:
+    return min((rate for rate in rates if rate is not None), key=lambda rate: rate.remaining, default=None)
+
+
 def quota_of(entry: LedgerEntry, answer: LedgerAnswer) -> Quota | None:
-    """Return the remaining quota after an entry; None: the tenant has no rate limits."""
+    """Return the remaining quota of an account after an entry; None: it has no rate limits."""
     taken = (answer.used[0], *(used + answer.num_reserved for used in answer.used[1:]))
     rates = [
         None if limit is None else RateLimit(limit, max(0, limit - num), reset_ms / 1e3)
         for limit, num, reset_ms in zip(entry.limits, taken, answer.reset_ms, strict=True)
     ]
-    tokens = [rate for rate in rates[1:] if rate is not None]
-    if rates[0] is None and not tokens:
-        return None
-    return Quota(rates[0], min(tokens, key=lambda rate: rate.remaining, default=None))
+    quota = Quota(rates[0], _tightest(rates[1:]))
+    return None if quota == UNLIMITED else quota
 
 
 class Ledger(Protocol):
     """Interface to the tenants' accounts."""
 
-    async def book(self, entry: LedgerEntry) -> LedgerAnswer:
-        """Record an entry atomically.
+    async def book(self, entries: Sequence[LedgerEntry]) -> Sequence[LedgerAnswer]:
+        """Record entries of one writer in different accounts, atomically: all of them, or none if one is refused.
 
         Raises:
-            StoreUnavailable: the store cannot be reached. The entry may or may not be recorded.
+            StoreUnavailable: the store cannot be reached. The entries may or may not be recorded.
         """
 
     async def close(self) -> None:
@@ -381,22 +452,23 @@ class MemoryLedger:
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[tuple[str, str], Account] = {}
         self._clock = clock
 
-    async def book(self, entry: LedgerEntry) -> LedgerAnswer:
-        return self.book_now(entry)
+    async def book(self, entries: Sequence[LedgerEntry]) -> Sequence[LedgerAnswer]:
+        return self.book_now(entries)
 
-    def book_now(self, entry: LedgerEntry) -> LedgerAnswer:
+    def book_now(self, entries: Sequence[LedgerEntry]) -> Sequence[LedgerAnswer]:
         """Record without waiting; see `Ledger.book`."""
-        return self._accounts.setdefault(entry.tenant_id, Account()).book(entry, int(self._clock() * 1000))
+        accounts = [self._accounts.setdefault((entry.tenant_id, entry.model), Account()) for entry in entries]
+        return book(accounts, entries, int(self._clock() * 1000))
 
     async def close(self) -> None:
         """Nothing to close."""
 
 
 class RedisLedger:
-    """A `Ledger` in Redis: one script call per entry. Owns `connection`: `close` closes it.
+    """A `Ledger` in Redis: one script call per request. Owns `connection`: `close` closes it.
 
     Args:
         clock: wall time in seconds; None: the clock of Redis, which all routers share.
@@ -407,25 +479,34 @@ class RedisLedger:
         self._keys = Keys(namespace)
         self._clock = clock
 
-    async def book(self, entry: LedgerEntry) -> LedgerAnswer:
+    async def book(self, entries: Sequence[LedgerEntry]) -> Sequence[LedgerAnswer]:
         now = int(self._clock() * 1000) if self._clock is not None else ""
-        windows = zip(WINDOWS_MS, entry.limits, entry.needs, entry.amounts, strict=True)
-        refused_by, retry_ms, used, reset_ms, num_in_flight, num_reserved = await self._connection.run(
+        answers = await self._connection.run(
             BOOK,
-            [self._keys.account(entry.tenant_id)],
-            *(now, SPANS, entry.writer, entry.version, entry.num_held, entry.num_asked),
-            *("" if entry.max_in_flight is None else entry.max_in_flight, entry.lease_ms),
-            *(entry.num_reserved, entry.num_to_reserve),
-            *("" if value is None else value for window in windows for value in window),
+            [self._keys.account(entry.tenant_id, entry.model) for entry in entries],
+            *(now, SPANS, entries[0].writer),
+            *(argument for entry in entries for argument in _arguments(entry)),
         )
-        return LedgerAnswer(
-            refused_by=refused_by - 1 if refused_by else None,
-            retry_ms=retry_ms,
-            used=tuple(used),
-            reset_ms=tuple(reset_ms),
-            num_in_flight=num_in_flight,
-            num_reserved=num_reserved,
-        )
+        return [
+            LedgerAnswer(
+                refused_by=refused_by - 1 if refused_by else None,
+                retry_ms=retry_ms,
+                used=tuple(used),
+                reset_ms=tuple(reset_ms),
+                num_in_flight=num_in_flight,
+                num_reserved=num_reserved,
+            )
+            for refused_by, retry_ms, used, reset_ms, num_in_flight, num_reserved in answers
+        ]
 
     async def close(self) -> None:
         await self._connection.close()
+
+
+def _arguments(entry: LedgerEntry) -> Iterator[str | int]:
+    """Yield the arguments of the script for one account."""
+    yield from (entry.version, entry.num_held, entry.num_asked)
+    yield from ("" if entry.max_in_flight is None else entry.max_in_flight, entry.lease_ms)
+    yield from (entry.num_reserved, entry.num_to_reserve)
+    for window in zip(WINDOWS_MS, entry.limits, entry.needs, entry.amounts, strict=True):
+        yield from ("" if value is None else value for value in window)

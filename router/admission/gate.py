@@ -20,7 +20,7 @@ import contextlib
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from baton.api import Chat, PromptInput
@@ -55,6 +55,8 @@ class QueueEntry:
     priority: int
     ttft_s: float
     """Remaining time of its TTFT objective, in seconds."""
+    was_held: bool = False
+    """True if it was accepted before, see `Claim.was_held`: it is neither refused nor preempted."""
     worker_id: str = ""
     """The worker that would compute its prompt."""
     compute_s: float = 0.0
@@ -120,7 +122,7 @@ class Gate:
 
     def _late_s(self, entry: QueueEntry, prediction: Prediction) -> float:
         """Return the seconds by which the entry would be late; 0 or less: it is on time."""
-        if math.isinf(entry.ttft_s):
+        if entry.was_held or math.isinf(entry.ttft_s):
             return 0.0
         wait_s = max(prediction.wait_s, prediction.room_s)
         spare_s = entry.ttft_s - entry.compute_s
@@ -132,6 +134,8 @@ class Gate:
         shares = self._shares.copy()
         mine = shares[entry.tenant.id] + entry.compute_s / entry.tenant.weight
         for other in reversed(self._queues.get(entry.worker_id, {})):
+            if other.was_held:
+                continue
             less_s = other.compute_s / other.tenant.weight
             over = other.tenant.id != entry.tenant.id and shares[other.tenant.id] - less_s >= mine
             if over and other.turn[0] == entry.turn[0] and other.turn <= entry.turn:
@@ -159,6 +163,8 @@ class Limiter:
         self._mean_duration_s = 1.0
         self._refused_s = -math.inf
         """Time of the latest refusal."""
+        self._waiting: dict[Callable[[], object], None] = {}
+        """Callbacks of the next free slot, in order."""
 
     @property
     def is_crowded(self) -> bool:
@@ -174,10 +180,9 @@ class Limiter:
                 in service. `retry_after_s` is the mean time until a slot is free.
             InvalidRequest: the tenant has a request of this id in flight.
         """
-        if num_choices > self.max_in_flight:
-            raise InvalidRequest(f"sampling.n must be at most {self.max_in_flight} here; lower it", "n")
+        self.check(num_choices)
         self._weights[tenant.id] = tenant.weight
-        if self.num_in_flight + num_choices > self._limit_of(tenant):
+        if not self.has_room(num_choices, tenant):
             self._refused.add(tenant.id)
             self._refused_s = time.monotonic()
             raise Overloaded(
@@ -197,6 +202,19 @@ class Limiter:
             self._book(tenant.id, -num_choices)
             self._request_ids.discard((tenant.id, request_id))
 
+    def check(self, num_choices: int) -> None:
+        """Raise InvalidRequest if a request has more choices than there are slots."""
+        if num_choices > self.max_in_flight:
+            raise InvalidRequest(f"sampling.n must be at most {self.max_in_flight} here; lower it", "n")
+
+    def has_room(self, num_choices: int, tenant: Tenant) -> bool:
+        """Return whether `slot` would admit a request of this tenant now."""
+        return self.num_in_flight + num_choices <= self._limit_of(tenant)
+
+    def on_room(self, look: Callable[[], object]) -> None:
+        """Call back once, when a slot becomes free. `look` must return at once, and leave the limiter as it is."""
+        self._waiting[look] = None
+
     def _limit_of(self, tenant: Tenant) -> float:
         """Return the limit on choices in flight, over all tenants, that applies to a request of this tenant."""
         others = sum(self._weights[other] for other in self._by_tenant.keys() | self._refused if other != tenant.id)
@@ -211,6 +229,10 @@ class Limiter:
             del self._by_tenant[tenant_id]
         if self.num_in_flight < CROWDED * self.max_in_flight:
             self._refused.clear()
+        if num_choices < 0 and self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            for look in waiting:
+                look()
 
     def record(self, duration_s: float) -> None:
         """Record the duration of a finished request, for the estimate in refusals."""

@@ -12,6 +12,10 @@ One YAML file lists the tenants (`router.tenants_file`). Routers reload it when 
       weight: 2.0
       slo_class: interactive
       max_priority: 5
+      models: ["llama-*", poet]        # names that it may request; * stands for any text
+      model_limits:                    # in addition to the limits over all models
+        llama-70b: {requests_per_minute: 60, max_in_flight: 4}
+        "llama-*": {tokens_per_day: 10000000}     # each model has the limits of the first pattern that matches it
     acme-batch:
       key_sha256: [HASH]
       cache_scope: acme                # shares acme's cached prefixes
@@ -39,7 +43,7 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -49,11 +53,13 @@ import yaml
 from baton.config import RouterConfig, why_unreadable
 from baton.errors import ConfigError, Forbidden, Unauthenticated
 from baton.telemetry.instruments import Instruments
+from router.admission.limits import LIMITS, MAX_PATTERN, MAX_PATTERNS, Limits, matches, tighter
 
 logger = logging.getLogger(__name__)
 CERTIFICATE = re.compile(r"(DNS|URI|email|IP|CN):[^\s].*")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 MAX_LIMIT = 10**12
+NO_LIMITS = Limits()
 OTHER_NAMES = frozenset(("x-api-key", b"x-api-key", "api-key", b"api-key"))
 POLL_S = 0.5
 """Pause between two reads of the tenants' file; a change takes effect after two reads."""
@@ -62,8 +68,8 @@ UNREADABLE = b"unreadable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
-    """A client of the cluster, as its operator describes it."""
+class Tenant(Limits):
+    """A client of the cluster, as its operator describes it, with its limits over all models."""
 
     id: str
     weight: float = 1.0
@@ -82,27 +88,28 @@ class Tenant:
     """True if its requests may set `parse_special`, with which a prompt can forge messages of any role."""
     strict: bool | None = None
     """True if unknown fields in its HTTP requests are refused; None: `router.strict` applies."""
-    requests_per_minute: int | None = None
-    """Maximum number of requests in any 60 seconds, over all routers; None: no limit, here and below."""
-    tokens_per_minute: int | None = None
-    """Maximum number of prompt and answer tokens in any 60 seconds. A prompt counts when it is admitted, an answer when
-    it has ended."""
-    tokens_per_day: int | None = None
-    """Maximum number of prompt and answer tokens in any 24 hours."""
-    max_in_flight: int | None = None
-    """Maximum number of concurrent answers, over all routers."""
-    max_answer_tokens: int | None = None
-    """Longest answer, in tokens. It is the default of requests without `max_tokens`; a higher one is refused."""
+    models: tuple[str, ...] = ()
+    """Patterns of the names of models and adapters that it may request and sees; empty: all. See `matches`."""
+    model_limits: tuple[tuple[str, Limits], ...] = ()
+    """Pattern of models' names -> limits with each of them, in addition to the tenant's limits over all models. The
+    first pattern that matches a name applies."""
 
     @property
     def scope(self) -> str:
         """Scope whose cached prefixes the tenant may hit: its cache scope, or its own id."""
         return self.cache_scope or self.id
 
-    @property
-    def windows(self) -> tuple[int | None, int | None, int | None]:
-        """Limits on requests per minute, tokens per minute and tokens per day."""
-        return self.requests_per_minute, self.tokens_per_minute, self.tokens_per_day
+    def may_use(self, name: str) -> bool:
+        """Return whether the tenant may request the model or adapter of this name."""
+        return not self.models or any(matches(pattern, name) for pattern in self.models)
+
+    def limits_of(self, model: str) -> Limits:
+        """Return the limits with one model, which apply in addition to those over all models."""
+        return next((limits for pattern, limits in self.model_limits if matches(pattern, model)), NO_LIMITS)
+
+    def tightest(self, model: str) -> Limits:
+        """Return the lower of each limit over all models and that with one model."""
+        return tighter(self, self.limits_of(model)) if self.model_limits else self
 
 
 DEFAULT_TENANT = Tenant(id="default", operator=True, parse_special=True)
@@ -152,9 +159,7 @@ class TenantBook:
         if not isinstance(entries, dict) or not entries:
             raise ConfigError(f"{path} must hold tenants, such as 'acme: {{key_sha256: [...]}}'")
         assert isinstance(root, yaml.MappingNode)
-        names = Counter(str(name.value) for name, _ in root.value)  # the dict has only the last of each
-        if repeated := [name for name, count in names.items() if count > 1]:
-            raise ConfigError(f"{path}: tenant {repeated[0]!r} is listed twice")
+        _refuse_repeated(root, str(path))
         by_digest: dict[bytes, Tenant] = {}
         by_certificate: dict[str, Tenant] = {}
         for tenant_id, fields in entries.items():
@@ -314,17 +319,52 @@ def _entry(tenant_id: object, fields: object, where: str) -> tuple[Tenant, list[
         raise ConfigError(f"{where}: the id must be a string of printable characters")
     if not isinstance(fields, dict):
         raise ConfigError(f"{where} must be a section with key_sha256")
-    for name, value in fields.items():
-        if name not in CHECKS:
-            raise ConfigError(f"{where}: unknown field {name!r}; known here: {', '.join(sorted(CHECKS))}")
-        is_right, wanted = CHECKS[name]
-        if not is_right(value):
-            raise ConfigError(f"{where}: {name} must be {wanted}")
+    _check(fields, CHECKS, where)
     if not fields.keys() & PROOFS:
         raise ConfigError(f"{where}: key_sha256 is missing")
     settings = {name: value for name, value in fields.items() if name not in PROOFS}
+    settings["models"] = tuple(fields.get("models", ()))
+    settings["model_limits"] = tuple(
+        (pattern, _limits(limits, f"{where}: model_limits of {pattern!r}"))
+        for pattern, limits in fields.get("model_limits", {}).items()
+    )
     digests = [bytes.fromhex(digest) for digest in fields.get("key_sha256", ())]
     return Tenant(id=str(tenant_id), **settings), digests, fields.get("certificates", [])
+
+
+def _limits(fields: object, where: str) -> Limits:
+    """Parse the limits with one model."""
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where} must be a section with limits, such as {{requests_per_minute: 60}}")
+    _check(fields, LIMIT_CHECKS, where)
+    return Limits(**fields)
+
+
+def _check(fields: Mapping[object, object], checks: Mapping[str, Check], where: str) -> None:
+    """Raise ConfigError unless all fields are known and their values valid."""
+    for name, value in fields.items():
+        if not isinstance(name, str) or name not in checks:
+            raise ConfigError(f"{where}: unknown field {name!r}; known here: {', '.join(sorted(checks))}")
+        is_right, wanted = checks[name]
+        if not is_right(value):
+            raise ConfigError(f"{where}: {name} must be {wanted}")
+
+
+def _refuse_repeated(root: yaml.MappingNode, path: str) -> None:
+    """Raise ConfigError if a tenant or a pattern of `model_limits` is listed twice: YAML keeps the last one only."""
+    for tenant, fields in _once(root, f"{path}: tenant"):
+        for name, limits in fields.value if isinstance(fields, yaml.MappingNode) else ():
+            if name.value == "model_limits" and isinstance(limits, yaml.MappingNode):
+                _once(limits, f"{path}: tenant {tenant.value!r}: model_limits of")
+
+
+def _once(section: yaml.MappingNode, what: str) -> Sequence[tuple[yaml.Node, yaml.Node]]:
+    """Return the entries of a section. Raise ConfigError if two of them have the same name."""
+    entries: Sequence[tuple[yaml.Node, yaml.Node]] = section.value
+    names = Counter(str(name.value) for name, _ in entries)
+    if repeated := [name for name, count in names.items() if count > 1]:
+        raise ConfigError(f"{what} {repeated[0]!r} is listed twice")
+    return entries
 
 
 def _is_word(value: object) -> bool:
@@ -345,9 +385,28 @@ def _are_names(value: object) -> bool:
     )
 
 
+def _is_pattern(value: object) -> bool:
+    return _is_word(value) and 0 < len(str(value)) <= MAX_PATTERN
+
+
+def _are_patterns(value: object) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_PATTERNS and all(map(_is_pattern, value))
+
+
+def _is_by_pattern(value: object) -> bool:
+    return isinstance(value, dict) and len(value) <= MAX_PATTERNS and all(map(_is_pattern, value))
+
+
+Check = tuple[Callable[[object], bool], str]
+"""Check of a value, and description of valid values."""
 PROOFS = {"key_sha256", "certificates"}
 """Fields that authenticate a tenant; each tenant has at least one of them."""
-CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
+LIMIT_CHECKS: dict[str, Check] = dict.fromkeys(
+    LIMITS, (lambda value: _is_between(value, 1, MAX_LIMIT, int), f"a whole number from 1 to {MAX_LIMIT}")
+)
+"""Limit, over all models or with one -> its check."""
+PATTERNS = f"at most {MAX_PATTERNS} patterns of models' names, each of 1 to {MAX_PATTERN} printable characters"
+CHECKS: dict[str, Check] = {
     "key_sha256": (_are_digests, "a list of one or more of what `printf %s KEY | sha256sum` prints: 64 digits, quoted"),
     "certificates": (
         _are_names,
@@ -360,9 +419,8 @@ CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "operator": (lambda value: isinstance(value, bool), "true or false"),
     "strict": (lambda value: isinstance(value, bool), "true or false"),
     "parse_special": (lambda value: isinstance(value, bool), "true or false"),
-    **dict.fromkeys(
-        ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_in_flight", "max_answer_tokens"),
-        (lambda value: _is_between(value, 1, MAX_LIMIT, int), f"a whole number from 1 to {MAX_LIMIT}"),
-    ),
+    "models": (_are_patterns, f"a list of {PATTERNS}"),
+    "model_limits": (_is_by_pattern, f"a section of limits by {PATTERNS}"),
+    **LIMIT_CHECKS,
 }
 """Field of a tenant -> check and description of valid values. Errors do not quote values, which may be keys."""

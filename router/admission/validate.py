@@ -6,8 +6,10 @@ A valid request has a claim: its tenant, priority and objectives.
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +19,17 @@ from baton.errors import ContextLengthExceeded, Forbidden, InvalidRequest, Model
 from baton.messages import Adapter
 from baton.registered_adapters import NO_ADAPTERS, Adapters
 from baton.sampling import UNDRAWN, SamplingParams
+from baton.spelling import nearest
 from router.admission.tenants import Tenant
 from router.placement import Objective, Weights
 
 MAX_REQUEST_ID = 128
 MAX_SETTLED = 128
 """Size of the cache of sampling parameters: most clients send the same ones again and again."""
+MAX_SHOWN = 200
+"""Maximum length, in characters, of a model's name that errors show, and for which they look for a similar one."""
+MAX_LOOKED_AT, MAX_COMPARED = 1000, 32
+"""Maximum numbers of known names that are considered, and that are compared, to find a similar one."""
 LEAST_PRIORITY = -1000
 CUSTOM_CLASS = "custom"
 """SLO class of requests that set their own objectives."""
@@ -41,9 +48,14 @@ class ModelFacts:
     max_answer_tokens: int | None = None
     """Longest answer that the tenant may request; None: limited only by the context window."""
 
-    def of(self, tenant: Tenant) -> ModelFacts:
-        """Return the facts with the tenant's own limit on the answer."""
-        return self if tenant.max_answer_tokens is None else replace(self, max_answer_tokens=tenant.max_answer_tokens)
+    def of(self, tenant: Tenant, model: str) -> ModelFacts:
+        """Return the facts with the tenant's own limit on the answer.
+
+        Args:
+            model: name of the served model or adapter that the tenant requests.
+        """
+        limit = tenant.tightest(model).max_answer_tokens
+        return self if limit is None else replace(self, max_answer_tokens=limit)
 
 
 def check_model(name: str, model: ModelFacts, adapters: Adapters = NO_ADAPTERS) -> Adapter | None:
@@ -56,9 +68,42 @@ def check_model(name: str, model: ModelFacts, adapters: Adapters = NO_ADAPTERS) 
         return None
     registered = adapters.get(name)
     if registered is None:
-        others = " or one of the adapters that /v1/models lists" if adapters else ""
-        raise ModelNotFound(f"the model {name!r} is not served here; use {model.id!r}{others}", "model")
+        raise model_not_found(name, [model.id, *adapters])
     return registered.adapter
+
+
+def model_not_found(name: str, known: Collection[str]) -> ModelNotFound:
+    """Return the error for a name under which nothing is served to a client.
+
+    Args:
+        known: names of the models and adapters that the client's tenant may request. No other name is shown.
+    """
+    if meant := nearest_model(name, known):
+        hint = f"did you mean {meant!r}?"
+    elif len(known) == 1:
+        hint = f"use {next(iter(known))!r}"
+    elif known:
+        hint = "/v1/models lists those that you can use"
+    else:
+        hint = "no model is available to this API key; ask the operator"
+    return ModelNotFound(f"the model {name!r:.{MAX_SHOWN}} does not exist; {hint}", "model")
+
+
+def nearest_model(name: str, known: Iterable[str]) -> str:
+    """Return the known name that was probably meant; empty: none is similar.
+
+    A comparison of two names takes up to 0.1 ms, and thousands of adapters may be registered. So of the first
+    `MAX_LOOKED_AT` names, it compares the `MAX_COMPARED` that share the longest start with this one.
+    """
+    if len(name) > MAX_SHOWN:
+        return ""
+    lower = name.lower()
+
+    def num_shared(each: str) -> int:
+        pairs = zip(each.lower(), lower, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    return nearest(name, heapq.nlargest(MAX_COMPARED, itertools.islice(known, MAX_LOOKED_AT), key=num_shared))
 
 
 def check_length(num_characters: int, longest_token: int, model: ModelFacts) -> None:
@@ -227,16 +272,25 @@ class Claim:
     objective: Objective
     weights: Weights
     arrived_s: float
-    """Arrival of the request, on the monotonic clock."""
+    """Arrival of the request, on the monotonic clock, or its release if it was held: its objectives count from here."""
+    was_held: bool = False
+    """True if the router has held it until its model was awake. It was accepted then, so it is not refused because many
+    held requests come at once."""
+
+    def released(self, now_s: float) -> Claim:
+        """Return the claim of a request that was held until now."""
+        return replace(self, arrived_s=now_s, was_held=True)
 
 
 @dataclass(slots=True)
 class SloCounts:
-    """SLO outcomes of requests since the router started. Cancelled requests are not counted."""
+    """SLO outcomes of a model's requests since the router started. Cancelled requests are not counted."""
 
     met: int = 0
     missed: int = 0
     rejected: int = 0
+    in_flight: int = 0
+    """Requests that have arrived and not ended."""
 
 
 def claim_of(request: GenerateRequest, tenant: Tenant, config: RouterConfig, arrived_s: float) -> Claim:

@@ -43,6 +43,8 @@ from router.api.exchange import (
     unless_disconnected,
 )
 from router.api.fields import LEFT_OUT, UNSUPPORTED
+from router.api.sessions import SESSION, NamesModel, opening_of
+from router.models.table import ModelTable
 from router.service import RouterService
 from router.timeline.log import Ingress, RefusedBody
 
@@ -275,22 +277,32 @@ class Taking:
         operation: the operation, named as in the accounting of served requests.
     """
 
-    __slots__ = ("_arrived_s", "_operation", "_request", "_service")
+    __slots__ = ("_arrived_s", "_model", "_models", "_operation", "_request")
 
-    def __init__(self, service: RouterService, request: Request, operation: str) -> None:
-        self._service = service
+    def __init__(self, models: ModelTable, request: Request, operation: str) -> None:
+        self._models = models
         self._request = request
         self._operation = operation
 
     def __enter__(self) -> Self:
-        self._arrived_s = time.monotonic()
+        self._arrived_s, self._model = time.monotonic(), ""
         return self
+
+    def service(self, body: NamesModel) -> RouterService:
+        """Return the service of the model that a body names.
+
+        Raises:
+            ModelNotFound, InvalidRequest: see `ModelTable.service`.
+        """
+        name, tenant = body.model or "", self._request.state.tenant
+        self._model = self._models.name_for(name, tenant)
+        return self._models.service(name, tenant, lambda: self._request.headers.get(SESSION) or opening_of(body))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         match error:
             case None:
                 if names := ignored_of(self._request).names:
-                    self._service.requests.ignored(map(self._label, names))
+                    self._models.requests.ignored(map(self._label, names))
             case RequestValidationError():
                 self._refused(refusal_of(error))
             case BatonError() | HTTPException():
@@ -301,12 +313,13 @@ class Taking:
         refused = RefusedBody(
             request_id=id_of(self._request),
             tenant=self._request.state.tenant.id,
+            model=self._model,
             operation=self._operation,
             arrived_s=self._arrived_s,
             error=error,
             field=self._label(param) if param else "",
         )
-        self._service.requests.refused(refused)
+        self._models.requests.refused(refused)
 
     def _label(self, name: str) -> str:
         """Return the name of a field without its path, or `other` if no API declares it."""

@@ -25,7 +25,7 @@ from router.api.fields import MARKS, field_names
 from router.api.openai import answers as openais
 from router.api.routes import BodyRoute, LongText
 from router.api.unserved import is_anthropics
-from router.service import RouterService
+from router.models.table import ModelTable
 
 LONGEST_TOLD = 2000
 """Maximum length of an error's message and of the field's name, in characters."""
@@ -62,7 +62,7 @@ REFUSALS = {
     "400": "The request is invalid; the error says what to change.",
     "401": "The API key is missing or unknown.",
     "403": "The tenant lacks permission for this.",
-    "404": "The cluster serves another model.",
+    "404": "No model of this name is served, or the tenant may not use it.",
     "409": "Another call has taken this request over to continue it.",
     "413": "The body is too long, or the prompt does not fit in a worker's memory.",
     "415": "The content type of the body is not JSON, or the body is compressed.",
@@ -74,15 +74,15 @@ OPENAPI_PATH = "/openapi.json"
 _KEYS: list[dict[str, Any]] = [{"key": []}, {"x_api_key": []}]
 
 
-def add_apis(app: FastAPI, service: RouterService) -> None:
+def add_apis(app: FastAPI, models: ModelTable) -> None:
     """Add the endpoints of all APIs, and the OpenAPI document of the application.
 
     Sets `app.state.field_names`: the names of the fields of all bodies, at any depth, and of further fields that
     clients are known to send. They are the label values of metrics, so their number must be bounded.
     """
-    openai.add_endpoints(app, service)
-    responses.add_endpoints(app, service)
-    anthropic.add_endpoints(app, service)
+    openai.add_endpoints(app, models)
+    responses.add_endpoints(app, models)
+    anthropic.add_endpoints(app, models)
 
     bodies = [route.body for route in app.routes if isinstance(route, BodyRoute) and route.body]
     app.state.field_names = frozenset(MARKS | responses.REFUSED_TOOLS.keys()).union(*map(field_names, bodies))

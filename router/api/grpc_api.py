@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import math
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,7 +16,7 @@ import grpc
 from baton import wire
 from baton.api import GenerateChunk
 from baton.cluster import ClusterStatus
-from baton.errors import Forbidden, Unauthenticated
+from baton.errors import BatonError, Forbidden, Unauthenticated
 from baton.rpc.arrivals import streaming
 from baton.rpc.errors import CallContext, refusal
 from baton.tasks import seen_through
@@ -23,12 +24,14 @@ from baton.telemetry import tracing
 from baton.timelines import DEFAULT_LIMIT
 from baton.tls import names_in_call
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from router.admission import check_model
+from router.admission import MAX_REQUEST_ID
 from router.admission.tenants import Tenant, TenantBook, api_key_of, require_operator
 from router.api.delivery import GRPC, AnswerPadding, ReadAhead, deliver
-from router.api.orders import AdapterOrders, ControllerClient
+from router.api.sessions import SESSION, opening_of_message
+from router.models.operated import OperatedModels
+from router.models.table import ModelTable
 from router.service import RouterService
-from router.timeline.log import UNKNOWN_INGRESS, Ingress, RequestFilter, RequestLog
+from router.timeline.log import UNKNOWN_INGRESS, Ingress, RefusedBody, RequestFilter, RequestLog
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 """Longest message of a client: the default of gRPC servers. The call is admitted before its message is received, and
@@ -88,13 +91,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         stall_s: a call is ended if its client does not read for this long, in seconds.
     """
 
-    def __init__(
-        self, service: RouterService, ingress: Ingress = UNKNOWN_INGRESS, *, stall_s: float = math.inf
-    ) -> None:
-        self._service = service
+    def __init__(self, models: ModelTable, ingress: Ingress = UNKNOWN_INGRESS, *, stall_s: float = math.inf) -> None:
+        self._models = models
         self._ingress = ingress
         self._stall_s = stall_s
-        self._ahead = ReadAhead(is_crowded=lambda: service.is_crowded())
+        self._ahead = ReadAhead(is_crowded=lambda: models.is_crowded())
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Add the service to a server that has not started."""
@@ -109,7 +110,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: CallContext
     ) -> None:
         """Stream an answer. Writes instead of yielding, so that a call can be ended while its client does not read."""
-        trace = tracing.from_metadata(context.invocation_metadata())
+        arrived_s, metadata = time.monotonic(), context.invocation_metadata()
+        trace = tracing.from_metadata(metadata)
         padding = AnswerPadding(GRPC, self._ahead.is_crowded)
         is_first = True
 
@@ -125,10 +127,45 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await seen_through(writing)
             writing.result()
 
-        asked = wire.generate_request_from_pb(request, self._service.facts.max_model_len - 1)
-        with self._service.calls.conflict_when_taken_over():
-            messages = self._messages(self._service.generate(asked, trace, CALLER.get(), self._ingress))
+        service = self._generating(request, arrived_s, context)
+        asked = wire.generate_request_from_pb(request, service.facts.max_model_len - 1)
+        with self._models.calls.conflict_when_taken_over():
+            messages = self._messages(service.generate(asked, trace, CALLER.get(), self._ingress))
             await deliver(messages, write, size=sys.getsizeof, ahead=self._ahead, stall_s=self._stall_s)
+
+    def _generating(
+        self, request: inference_pb2.GenerateRequest, arrived_s: float, context: CallContext
+    ) -> RouterService:
+        """Return the service that generates an answer. A refusal is recorded here, since no model records it.
+
+        Raises:
+            ModelNotFound, InvalidRequest: see `ModelTable.service`.
+        """
+        try:
+            return self._service(request, context)
+        except BatonError as error:
+            refused = RefusedBody(
+                request_id=request.request_id[:MAX_REQUEST_ID],
+                tenant=CALLER.get().id,
+                model="",
+                operation="chat" if request.HasField("chat") else "text_completion",
+                arrived_s=arrived_s,
+                error=error,
+                field="model",
+            )
+            self._models.requests.refused(refused)
+            raise
+
+    def _service(
+        self, request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, context: CallContext
+    ) -> RouterService:
+        """Return the service that serves a request. Raises ModelNotFound, InvalidRequest: see `ModelTable.service`."""
+
+        def opening() -> str:
+            named = (value for key, value in context.invocation_metadata() or () if key == SESSION)
+            return str(next(named, "")) or opening_of_message(request)
+
+        return self._models.service(request.model, CALLER.get(), opening)
 
     async def _messages(self, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[bytes]:
         """Yield the messages, serialized because that takes the least memory while they are read ahead.
@@ -136,7 +173,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         Raises:
             Conflict: another call has taken the request over in the meantime. See `RouterService.generate` too.
         """
-        with self._service.calls.conflict_when_taken_over():
+        with self._models.calls.conflict_when_taken_over():
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     yield wire.generate_response(chunk).SerializeToString()
@@ -144,16 +181,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
-        model, prompt = wire.tokenize_request_from_pb(request)
-        check_model(model, self._service.facts, self._service.adapters)
-        return wire.tokenize_response(
-            await self._service.tokenize(prompt, CALLER.get()), self._service.facts.max_model_len
-        )
+        service = self._service(request, context)
+        prompt = wire.tokenize_request_from_pb(request)
+        return wire.tokenize_response(await service.tokenize(prompt, CALLER.get()), service.facts.max_model_len)
 
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: CallContext
     ) -> inference_pb2.ListModelsResponse:
-        return wire.list_models_response(self._service.cards())
+        return wire.list_models_response(self._models.cards(CALLER.get()))
 
 
 def _padded_by(num_bytes: int) -> bytes:
@@ -165,31 +200,31 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     """The service `baton.v1.Admin`: shows the state of the cluster, and carries out or forwards operators' orders."""
 
     def __init__(
-        self,
-        status: Callable[[], ClusterStatus],
-        requests: RequestLog,
-        orders: ControllerClient,
-        adapters: AdapterOrders,
+        self, status: Callable[[Collection[str]], ClusterStatus], requests: RequestLog, models: OperatedModels
     ) -> None:
         self._status = status
         self._requests = requests
-        self._orders = orders
-        self._adapters = adapters
+        self._models = models
+
+    def _status_of(self, model: str) -> ClusterStatus:
+        """Return the status of one model, or of all. Raises ModelNotFound."""
+        contents = [each.model.content_id for each in self._models.named(model)] if model else ()
+        return self._status(contents)
 
     async def GetStatus(  # noqa: N802
         self, request: admin_pb2.GetStatusRequest, context: CallContext
     ) -> admin_pb2.GetStatusResponse:
-        return wire.status_response(self._status())
+        return wire.status_response(self._status_of(request.model))
 
     async def ListPools(  # noqa: N802
         self, request: admin_pb2.ListPoolsRequest, context: CallContext
     ) -> admin_pb2.ListPoolsResponse:
-        return wire.pools_response(self._status())
+        return wire.pools_response(self._status_of(request.model))
 
     async def ListWorkers(  # noqa: N802
         self, request: admin_pb2.ListWorkersRequest, context: CallContext
     ) -> admin_pb2.ListWorkersResponse:
-        return wire.workers_response(self._status())
+        return wire.workers_response(self._status_of(request.model))
 
     async def Explain(  # noqa: N802
         self, request: admin_pb2.ExplainRequest, context: CallContext
@@ -210,32 +245,39 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     async def ScalePool(  # noqa: N802
         self, request: admin_pb2.ScalePoolRequest, context: CallContext
     ) -> admin_pb2.ScalePoolResponse:
-        return await self._orders.scale(request)
+        return await self._models.one(request.model).controller.scale(request)
 
     async def DrainWorker(  # noqa: N802
         self, request: admin_pb2.DrainWorkerRequest, context: CallContext
     ) -> admin_pb2.DrainWorkerResponse:
-        return await self._orders.drain(request)
+        return await self._models.of_worker(request.worker_id, request.model).controller.drain(request)
 
     async def SetWorkerRole(  # noqa: N802
         self, request: admin_pb2.SetWorkerRoleRequest, context: CallContext
     ) -> admin_pb2.SetWorkerRoleResponse:
-        return await self._orders.set_role(request)
+        return await self._models.of_worker(request.worker_id, request.model).controller.set_role(request)
 
     async def AddAdapter(  # noqa: N802
         self, request: admin_pb2.AddAdapterRequest, context: CallContext
     ) -> admin_pb2.AddAdapterResponse:
-        registered, is_replaced = await self._adapters.add(request.name, request.path)
-        adapter = wire.registered_adapter(registered)
+        model = self._models.one(request.model)
+        registered, is_replaced = await model.adapters.add(request.name, request.path)
+        adapter = wire.registered_adapter(registered, model.model.facts.id)
         return admin_pb2.AddAdapterResponse(adapter=adapter, is_replaced=is_replaced)
 
     async def RemoveAdapter(  # noqa: N802
         self, request: admin_pb2.RemoveAdapterRequest, context: CallContext
     ) -> admin_pb2.RemoveAdapterResponse:
-        await self._adapters.remove(request.name)
+        await self._models.one(request.model).adapters.remove(request.name)
         return admin_pb2.RemoveAdapterResponse()
 
     async def ListAdapters(  # noqa: N802
         self, request: admin_pb2.ListAdaptersRequest, context: CallContext
     ) -> admin_pb2.ListAdaptersResponse:
-        return wire.adapters_response(self._adapters.adapters)
+        models = self._models.named(request.model)
+        return wire.adapters_response({each.model.facts.id: each.adapters.adapters for each in models})
+
+    async def WakeModel(  # noqa: N802
+        self, request: admin_pb2.WakeModelRequest, context: CallContext
+    ) -> admin_pb2.WakeModelResponse:
+        return await self._models.one(request.model).controller.wake(request)

@@ -44,7 +44,7 @@ from router.api.parsing import BodyParser, PacedWork
 from router.api.places import ConnectionLimits, OpenConnections, TlsListener
 from router.api.routes import BodyRoute, LongText, Methods, answers
 from router.api.unserved import why_unserved
-from router.service import RouterService
+from router.models.table import ModelTable
 
 NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 """Turns off FastAPI's own telemetry, which would read the environment with every request. The service has ours."""
@@ -64,7 +64,7 @@ client that does not read, and only then do writes wait."""
 
 
 def create_app(
-    service: RouterService,
+    models: ModelTable,
     tenants: TenantBook,
     is_ready: Callable[[], str],
     metrics: Callable[[], bytes],
@@ -85,7 +85,7 @@ def create_app(
     """
     app = _app()
     app.state.is_strict = is_strict
-    app.state.ahead = ReadAhead(is_crowded=lambda: service.is_crowded())
+    app.state.ahead = ReadAhead(is_crowded=lambda: models.is_crowded())
     spared = _Spared(metrics)
     app.add_middleware(_HttpAuthentication, tenants=tenants)
     app.add_middleware(Methods)
@@ -93,10 +93,10 @@ def create_app(
         app.add_middleware(Origins, allowed=cors_origins)
     app.add_middleware(_HostCheck, hosts=hosts)  # added last, so it runs first
 
-    add_apis(app, service)
+    add_apis(app, models)
     add_page(app)
     _add_figures(app, spared)
-    add_requests(app, service)
+    add_requests(app, models)
     if operations is not None:
         add_operations(app, operations, tenants, is_ready)
     _add_probes(app, is_ready)
@@ -359,7 +359,7 @@ class HttpServer(uvicorn.Server):
 
 def http_servers(
     config: Config,
-    service: RouterService,
+    models: ModelTable,
     tenants: TenantBook,
     is_ready: Callable[[], str],
     metrics: Callable[[], bytes],
@@ -377,7 +377,7 @@ def http_servers(
     hosts = Hosts.configured(config, not tenants.is_open)
     tls = endpoint_tls(config)
     app = create_app(
-        service,
+        models,
         tenants,
         is_ready,
         metrics,

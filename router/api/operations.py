@@ -14,7 +14,7 @@ import math
 import time
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -33,13 +33,13 @@ from baton.timelines import DEFAULT_LIMIT, MAX_LIMIT, OUTCOMES, RequestList, Req
 from baton.v1 import admin_pb2
 from router.admission.tenants import TenantBook
 from router.api.exchange import JsonAnswer, at_a_reports_turn
-from router.api.orders import AdapterOrders, ControllerClient
 from router.api.places import OpenConnections
 from router.api.routes import Reader, answers
 from router.cluster.history import SLOT_S, ClusterHistory
 from router.cluster.watch import Alert, AlertBook, LoadMeter, RouterLoad
-from router.serve.worker_client import WorkerClient
-from router.service import RouterService
+from router.models.entry import ModelEntry
+from router.models.operated import OperatedModels
+from router.models.table import ModelTable
 from router.timeline.log import RequestFilter
 
 NO_STORE = {"Cache-Control": "no-store"}
@@ -71,6 +71,7 @@ _OF_PROTOBUF: dict[int, Schemas] = {
 PATH = "/api/requests"
 FRESH = {"Cache-Control": "no-store"}
 _Tenant = Annotated[str, Query(description="Tenant of the requests; empty: all tenants.")]
+_Model = Annotated[str, Query(description="Name, release or content id of the model; empty: the only one.")]
 _OUTCOMES = Query(
     description="Outcomes of the requests; none: all.", json_schema_extra={"items": {"enum": list(OUTCOMES)}}
 )
@@ -156,6 +157,7 @@ ADDED = described({"adapter": _ADAPTER, "is_replaced": {"type": "boolean"}})
 REMOVED = described({"name": _TEXT})
 MOVED = described({"worker": _TEXT, "role": {"enum": ["prefill", "decode"]}})
 RELEASE = described({"version": _TEXT})
+WOKEN = described({"model": _TEXT})
 SIZED = described({"pool": _TEXT, "desired": _COUNT, "ready": _COUNT})
 
 
@@ -164,7 +166,8 @@ class Operations:
     """Parts of a router that the operator endpoints use."""
 
     router_id: str
-    status: Callable[[], ClusterStatus]
+    status: Callable[[Collection[str]], ClusterStatus]
+    """Returns the status of the models of these content ids; none: of all."""
     history: ClusterHistory
     load: LoadMeter
     """Load of this router."""
@@ -172,15 +175,15 @@ class Operations:
     connections: OpenConnections
     """Connections to the HTTP port."""
     classes: Mapping[str, SloClassConfig]
-    orders: ControllerClient
-    workers: WorkerClient
-    adapters: AdapterOrders
+    models: OperatedModels
 
 
 class Order(BaseModel):
-    """Body of an order without fields: the path says everything."""
+    """Body of an order."""
 
     model_config = ConfigDict(extra="forbid")
+    model: Annotated[str, Field(max_length=MAX_NAME)] = ""
+    """Name, release or content id of the model; empty: the only one."""
 
 
 class RoleOrder(Order):
@@ -237,7 +240,7 @@ def _add_views(app: FastAPI, operations: Operations, tenants: TenantBook, is_rea
             "slo_classes": {name: _objectives(each) for name, each in operations.classes.items()},
             "alerts": [asdict(each) for each in operations.alerts.alerts()],
             "load": asdict(operations.load.now()),
-            **wire.status_as_json(wire.status_response(operations.status())),
+            **wire.status_as_json(wire.status_response(operations.status(()))),
         }
 
     @app.get("/api/history", responses=answers(HISTORY))
@@ -257,13 +260,15 @@ def _add_views(app: FastAPI, operations: Operations, tenants: TenantBook, is_rea
     async def adapters(request: Request) -> JSONResponse:
         """List the registered LoRA adapters."""
         async with at_a_reports_turn(request):
-            listed = wire.adapters_response(operations.adapters.adapters).adapters
+            found = {each.model.facts.id: each.adapters.adapters for each in operations.models.named("")}
+            listed = wire.adapters_response(found).adapters
             return JsonAnswer({"adapters": [wire.adapter_as_json(each) for each in listed]}, headers=NO_STORE)
 
     @app.get("/api/workers/{worker_id}/log", responses=answers(LOG))
-    async def log(worker_id: str) -> JSONResponse:
+    async def log(worker_id: str, model: _Model = "") -> JSONResponse:
         """Return the latest 200 lines of a worker's output, log lines as text."""
-        lines = await operations.workers.read_log(_worker(operations, worker_id), MAX_LOG_LINES)
+        entry = operations.models.of_worker(worker_id, model)
+        lines = await entry.client.read_log(_worker(entry, worker_id), MAX_LOG_LINES)
         return JsonAnswer({"worker": worker_id, "lines": lines}, headers=NO_STORE)
 
 
@@ -271,38 +276,50 @@ def _add_orders(app: FastAPI, operations: Operations, tenants: TenantBook) -> No
     @app.post("/api/workers/{worker_id}/drain", responses=answers(DRAINED))
     async def drain(request: Request, read: Reader[Order], worker_id: str) -> JSONResponse:
         """Drain and replace a worker: its requests migrate to other workers."""
-        await _order(read, tenants)
-        await operations.orders.drain(admin_pb2.DrainWorkerRequest(worker_id=worker_id))
+        asked = await _order(read, tenants)
+        controller = operations.models.of_worker(worker_id, asked.model).controller
+        await controller.drain(admin_pb2.DrainWorkerRequest(worker_id=worker_id))
         return JsonAnswer({"worker": worker_id, "state": "draining"})
 
     @app.post("/api/workers/{worker_id}/role", responses=answers(MOVED))
     async def role(request: Request, read: Reader[RoleOrder], worker_id: str) -> JSONResponse:
         """Move a worker to the other pool, with its cache."""
         asked = await _order(read, tenants)
-        await operations.orders.set_role(admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=asked.role))
+        controller = operations.models.of_worker(worker_id, asked.model).controller
+        await controller.set_role(admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=asked.role))
         return JsonAnswer({"worker": worker_id, "role": asked.role})
 
     @app.post("/api/pools/{pool}", responses=answers(SIZED))
     async def size(request: Request, read: Reader[SizeOrder], pool: str) -> JSONResponse:
         """Set the desired number of workers of a pool."""
         asked = await _order(read, tenants)
-        answer = await operations.orders.scale(admin_pb2.ScalePoolRequest(pool=pool, desired=asked.workers))
+        controller = operations.models.one(asked.model).controller
+        answer = await controller.scale(admin_pb2.ScalePoolRequest(pool=pool, desired=asked.workers))
         return JsonAnswer({"pool": pool, "desired": answer.pool.desired, "ready": answer.pool.ready})
 
     @app.post("/api/adapters", responses=answers(ADDED))
     async def add(request: Request, read: Reader[AddOrder]) -> JSONResponse:
         """Register a LoRA adapter, or replace its weights, after a worker has checked its folder."""
         asked = await _order(read, tenants)
-        registered, is_replaced = await operations.adapters.add(asked.name, asked.path)
-        adapter = wire.adapter_as_json(wire.registered_adapter(registered))
+        entry = operations.models.one(asked.model)
+        registered, is_replaced = await entry.adapters.add(asked.name, asked.path)
+        adapter = wire.adapter_as_json(wire.registered_adapter(registered, entry.model.facts.id))
         return JsonAnswer({"adapter": adapter, "is_replaced": is_replaced})
 
     @app.post("/api/adapters/remove", responses=answers(REMOVED))
     async def remove(request: Request, read: Reader[RemoveOrder]) -> JSONResponse:
         """Remove a LoRA adapter; its running requests complete."""
         asked = await _order(read, tenants)
-        await operations.adapters.remove(asked.name)
+        await operations.models.one(asked.model).adapters.remove(asked.name)
         return JsonAnswer({"name": asked.name})
+
+    @app.post("/api/models/wake", responses=answers(WOKEN))
+    async def wake(request: Request, read: Reader[Order]) -> JSONResponse:
+        """Start the workers of a model that sleeps."""
+        asked = await _order(read, tenants)
+        entry = operations.models.one(asked.model)
+        await entry.controller.wake(admin_pb2.WakeModelRequest())
+        return JsonAnswer({"model": entry.announcement.release})
 
 
 async def _order(read: Reader[AnyOrder], tenants: TenantBook) -> AnyOrder:
@@ -312,9 +329,9 @@ async def _order(read: Reader[AnyOrder], tenants: TenantBook) -> AnyOrder:
     return await read()
 
 
-def _worker(operations: Operations, worker_id: str) -> Worker:
-    """Return the worker with this id. Raises HTTPException 404 if there is none."""
-    for worker in operations.status().workers:
+def _worker(entry: ModelEntry, worker_id: str) -> Worker:
+    """Return the worker of a model with this id. Raises HTTPException 404 if there is none."""
+    for worker in entry.pools.workers:
         if worker.info.id == worker_id:
             return worker
     raise HTTPException(404, f"there is no worker {worker_id!r:.100}")
@@ -326,7 +343,7 @@ def _objectives(slo: SloClassConfig) -> dict[str, Any]:
     return {name: ms / 1e3 if math.isfinite(ms) else None for name, ms in found.items()}
 
 
-def add_requests(app: FastAPI, service: RouterService) -> None:
+def add_requests(app: FastAPI, models: ModelTable) -> None:
     """Add the list of requests and the timeline of one."""
 
     @app.get(PATH, responses=answers(REQUESTS))
@@ -340,14 +357,14 @@ def add_requests(app: FastAPI, service: RouterService) -> None:
         """Return the latest requests of a router, without their content."""
         wanted = RequestFilter(tenant=tenant, slo_class=slo_class, outcomes=outcome, limit=limit)
         async with at_a_reports_turn(request):
-            return JsonAnswer(list_json(service.requests.listed(wanted)), headers=FRESH)
+            return JsonAnswer(list_json(models.requests.listed(wanted)), headers=FRESH)
 
     @app.get(f"{PATH}/{{request_id:path}}", responses=answers(TIMELINES))
     async def request(request_id: str, tenant: _Tenant = "") -> JsonAnswer:
         """Return the timelines of a request: of all calls with this id that the router keeps."""
-        found = service.requests.explain(request_id, tenant)
+        found = models.requests.explain(request_id, tenant)
         if not found:
             raise HTTPException(
-                404, f"this router does not know a request {request_id!r:.300}; {service.requests.keeps}"
+                404, f"this router does not know a request {request_id!r:.300}; {models.requests.keeps}"
             )
         return JsonAnswer({"requests": [timeline_json(each) for each in found]}, headers=FRESH)

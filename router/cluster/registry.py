@@ -1,4 +1,4 @@
-"""Keeps the router's view of the cluster current, and announces the router to the cluster."""
+"""Keeps the router's view of its models current, and announces the router at its endpoint."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from baton.cluster import (
     CertificateTerm,
     ClusterStatus,
     ControllerInfo,
+    ModelAnnouncement,
+    ModelState,
     PoolStatus,
     Role,
+    RoutedModel,
     RouterInfo,
     ServedModel,
     StoreMemory,
@@ -24,11 +27,12 @@ from baton.cluster import (
 )
 from baton.config import without_password
 from baton.errors import StoreUnavailable
+from baton.registered_adapters import Adapters
 from baton.rpc import MalformedCount
 from baton.tls import Tls
 from kvstore.adapters import AdapterStore
 from kvstore.index import MirrorFollower, RedisConnection
-from kvstore.leases import LeaseStore
+from kvstore.leases import EndpointStore, LeaseStore
 from router.admission import SloCounts
 from router.placement.pool_view import PoolView
 from router.serve.worker_client import WorkerClient
@@ -42,53 +46,47 @@ LOOK_S = 10.0
 """Seconds between two requests for the memory of Redis."""
 
 
-class Registry:
-    """Reads leases into `pools` while `run` runs, and announces this router.
+class ModelWatch:
+    """Keeps a router's view of one model's pools current while `run` runs.
+
+    Attributes:
+        announcement: the model, as its controller announced it last; a router's own model may not be announced yet.
 
     Args:
-        me: this router with its addresses; the registry adds the mirror lag and `slo_counts`.
-        redis: the connection of `leases`; `status` shows its address and malformed values.
+        counts: counts of this router's requests of the model.
+        num_held: returns how many of them wait until the model is awake.
         adapters: the registry of LoRA adapters, which is followed too.
-        malformed: counts the malformed messages that this router's server has received.
-        dependencies: source of the memory of Redis and the certificates in `status`.
-        engines: settings of each pool's engine that differ from the other pool's, for `status`; None: none do.
+        engines: settings of each pool's engine that differ from the other pool's, for `served`; None: not known.
     """
 
     def __init__(
         self,
+        announcement: ModelAnnouncement,
         *,
         leases: LeaseStore,
         pools: PoolView,
         client: WorkerClient,
         follower: MirrorFollower,
-        me: RouterInfo,
-        slo_counts: SloCounts,
-        models: tuple[ServedModel, ...],
-        redis: RedisConnection,
+        counts: SloCounts,
+        num_held: Callable[[], int],
         adapters: AdapterStore,
-        malformed: MalformedCount,
-        dependencies: Dependencies,
         poll_s: float,
         lease_s: float,
         engines: Mapping[Role, tuple[str, ...]] | None = None,
     ) -> None:
+        self.announcement = announcement
+        self.pools = pools
         self._leases = leases
-        self._pools = pools
         self._client = client
         self._follower = follower
-        self._me = me
-        self._slo_counts = slo_counts
-        self._models = models
-        self._redis = redis
+        self._counts = counts
+        self._num_held = num_held
         self._adapters = adapters
         self._follows_adapters = True
         """False if the registry of adapters could not be read at the last poll."""
-        self._malformed = malformed
-        self._dependencies = dependencies
         self._poll_s = poll_s
         self._lease_s = lease_s
         self._engines = engines or {}
-        self._routers: tuple[RouterInfo, ...] = ()
         self._desired: dict[str, int] = {}
         self._controller: ControllerInfo | None = None
         self._redis_ok = False
@@ -104,24 +102,28 @@ class Registry:
         was_whole = False
         while True:
             try:
-                self._desired = await self._leases.get_desired()
-                self._controller = await self._leases.get_controller()
-                workers = await self._listed_workers()
-                await self._follow_adapters()  # before the workers are known, and so before requests are served
-                await self._leases.announce_router(self._myself(workers))
-                await self._pools.update(workers)
-                self._routers = tuple(await self._leases.list_routers())
+                await self.poll()
             except StoreUnavailable as error:
                 if self._redis_ok:
                     logger.warning("Redis is away; serving from the last known state: %s", error)
                 self._redis_ok = False
             else:
                 self._redis_ok = True
-                await self._client.forget_past_incarnations(workers)
-                await self._dependencies.look(time.monotonic())
-                num_ready = _ready(workers).total()
+                num_ready = _ready(self.pools.workers).total()
                 was_whole |= num_ready > 0 and num_ready >= sum(self._desired.values())
             await asyncio.sleep(self._poll_s if was_whole else min(self._poll_s, START_POLL_S))
+
+    async def poll(self) -> None:
+        """Read the state of the pools once. Raises StoreUnavailable."""
+        self._desired = await self._leases.get_desired()
+        self._controller = await self._leases.get_controller()
+        workers = await self._listed_workers()
+        await self._follow_adapters()  # before the workers are known, and so before requests are served
+        model = self.announcement
+        num_desired = sum(self._desired.values())
+        self.pools.note_sleep(is_asleep=model.is_asleep, num_desired=num_desired, problem=model.problem)
+        await self.pools.update(workers)
+        await self._client.forget_past_incarnations(workers)
 
     async def _follow_adapters(self) -> None:
         """Update the registered adapters. A user of Redis without the right to read them can serve the model itself."""
@@ -141,52 +143,185 @@ class Registry:
         now, unheard = time.monotonic(), self._keep_until_s
         if boot != self._boot:
             self._boot = boot
-            known = listed | {worker.info.id for worker in self._pools.workers}
+            known = listed | {worker.info.id for worker in self.pools.workers}
             until_s = {worker_id: unheard.get(worker_id, now + self._lease_s) for worker_id in known - listed}
             self._keep_until_s = until_s | dict.fromkeys(listed, now + self._lease_s)
         else:
             self._keep_until_s = {each: until_s for each, until_s in unheard.items() if each not in listed}
         kept = {each for each, until_s in self._keep_until_s.items() if now < until_s} - listed
-        return workers + [worker for worker in self._pools.workers if worker.info.id in kept]
+        return workers + [worker for worker in self.pools.workers if worker.info.id in kept]
 
-    def status(self) -> ClusterStatus:
-        workers = self._pools.workers
-        ready = _ready(workers)
-        return ClusterStatus(
-            pools={
-                role.value: PoolStatus(
-                    self._desired.get(role.value, ready[role]), ready[role], self._engines.get(role, ())
-                )
-                for role in Role
-            },
-            workers=workers,
-            routers=self._routers or (self._myself(workers),),
-            redis_address=without_password(self._redis.url),
-            redis_ok=self._redis_ok,
-            models=self._models,
-            controller=self._controller,
-            mirrored_blocks=self._follower.mirror.workers(),
-            store_garbage=self._redis.garbage.seen(),
-            malformed=self._malformed.total,
-            store_memory=self._dependencies.store_memory,
-            certificates=self._dependencies.certificates(),
-            adapters=self._adapters.adapters,
-        )
+    @property
+    def redis_ok(self) -> bool:
+        """True if the last poll reached Redis."""
+        return self._redis_ok
 
-    def num_routers(self) -> int:
-        """Return the number of routers that were alive when Redis was last read, at least 1."""
-        return max(1, len(self._routers))
+    @property
+    def is_known(self) -> bool:
+        """True if a worker or a controller shows that the model exists, although its announcement is missing."""
+        return bool(self.pools.workers) or self._controller is not None
+
+    @property
+    def adapters(self) -> Adapters:
+        """The registered adapters by name."""
+        return self._adapters.adapters
+
+    @property
+    def mirrored_blocks(self) -> Mapping[str, int]:
+        """Number of blocks of each worker in the mirror of the index."""
+        return self._follower.mirror.workers()
+
+    @property
+    def mirror_lag_s(self) -> float:
+        return self._follower.lag_s
 
     def controller(self) -> ControllerInfo | None:
         """Return the controller that Redis last named; None: it names none."""
         return self._controller
 
-    def _myself(self, workers: Collection[Worker]) -> RouterInfo:
-        me, counts = self._me, self._slo_counts
-        lag_s = round(self._follower.lag_s, 6)
-        counted = replace(me, met=counts.met, missed=counts.missed, rejected=counts.rejected)
-        num_ready = _ready(workers).total()
-        return replace(counted, pid=os.getpid(), mirror_lag_s=lag_s, ready_workers=num_ready)
+    def routed(self) -> RoutedModel:
+        """Return this router's counts for the model."""
+        counts = self._counts
+        return RoutedModel(
+            content_id=self.announcement.content_id,
+            met=counts.met,
+            missed=counts.missed,
+            rejected=counts.rejected,
+            ready_workers=_ready(self.pools.workers).total(),
+            in_flight=counts.in_flight,
+            held=self._num_held(),
+        )
+
+    def served(self, routers: Collection[RouterInfo]) -> ServedModel:
+        """Return the model as this router serves it.
+
+        Args:
+            routers: the live routers, of which those that serve the model hold requests.
+        """
+        model, ready = self.announcement, _ready(self.pools.workers)
+        pools = {
+            role.value: PoolStatus(self._desired.get(role.value, ready[role]), ready[role], self._engines.get(role, ()))
+            for role in Role
+        }
+        return ServedModel(
+            id=model.name,
+            path=model.path,
+            content_id=model.content_id,
+            release=model.release,
+            share=model.share,
+            state=ModelState.LEAVING if model.is_leaving else self.pools.state,
+            pools=pools,
+            controller=self._controller,
+            held=sum(router.of_model(model.content_id).held for router in routers) if routers else self._num_held(),
+            wake_s=model.wake_s,
+        )
+
+
+class EndpointWatch:
+    """Announces this router at its endpoint while `run` runs, follows the other routers, and reports the whole status.
+
+    Args:
+        me: this router with its addresses; the watch adds its counts.
+        models: returns the models that this router serves.
+        redis: the connection of `store`; `status` shows its address and malformed values.
+        malformed: counts the malformed messages that this router's server has received.
+        dependencies: source of the memory of Redis and the certificates in `status`.
+    """
+
+    def __init__(
+        self,
+        store: EndpointStore,
+        models: Callable[[], Sequence[ModelWatch]],
+        *,
+        me: RouterInfo,
+        redis: RedisConnection,
+        malformed: MalformedCount,
+        dependencies: Dependencies,
+        poll_s: float,
+    ) -> None:
+        self._store = store
+        self._models = models
+        self._me = me
+        self._redis = redis
+        self._malformed = malformed
+        self._dependencies = dependencies
+        self._poll_s = poll_s
+        self._routers: tuple[RouterInfo, ...] = ()
+        self._redis_ok = False
+
+    async def run(self) -> None:
+        """Announce and read until cancelled. While Redis is away, keep the last state."""
+        announced = -1
+        while True:
+            try:
+                me = self._myself()
+                await self._store.announce_router(me)
+                self._routers = tuple(await self._store.list_routers())
+            except StoreUnavailable as error:
+                if self._redis_ok:
+                    logger.warning("Redis is away; other routers do not see this one: %s", error)
+                self._redis_ok = False
+            else:
+                self._redis_ok = True
+                has_changed, announced = announced != me.ready_workers, me.ready_workers
+                await self._dependencies.look(time.monotonic())
+            is_starting = not announced or has_changed
+            await asyncio.sleep(min(self._poll_s, START_POLL_S) if is_starting else self._poll_s)
+
+    def status(self, models: Collection[str] = ()) -> ClusterStatus:
+        """Return the state of the endpoint.
+
+        Args:
+            models: content ids of the models to report; none: all of them.
+        """
+        watches = [each for each in self._models() if not models or each.announcement.content_id in models]
+        served = tuple(each.served(self._routers) for each in watches)
+        pools = {
+            role.value: PoolStatus(
+                sum(model.pools[role.value].desired for model in served),
+                sum(model.pools[role.value].ready for model in served),
+                served[0].pools[role.value].engine if len(served) == 1 else (),
+            )
+            for role in Role
+        }
+        return ClusterStatus(
+            pools=pools,
+            workers=tuple(worker for each in watches for worker in each.pools.workers),
+            routers=self._routers or (self._myself(),),
+            redis_address=without_password(self._redis.url),
+            redis_ok=self._redis_ok and all(each.redis_ok for each in watches),
+            models=served,
+            controller=served[0].controller if len(served) == 1 else None,
+            mirrored_blocks={each.announcement.content_id: each.mirrored_blocks for each in watches},
+            store_garbage=self._redis.garbage.seen(),
+            malformed=self._malformed.total,
+            store_memory=self._dependencies.store_memory,
+            certificates=self._dependencies.certificates(),
+            adapters={each.announcement.content_id: each.adapters for each in watches},
+        )
+
+    @property
+    def routers(self) -> tuple[RouterInfo, ...]:
+        """The live routers, as of the last poll."""
+        return self._routers
+
+    def num_routers(self) -> int:
+        """Return the number of routers that were alive when Redis was last read, at least 1."""
+        return max(1, len(self._routers))
+
+    def _myself(self) -> RouterInfo:
+        watches = self._models()
+        routed = tuple(each.routed() for each in watches)
+        return replace(
+            self._me,
+            pid=os.getpid(),
+            mirror_lag_s=round(max((each.mirror_lag_s for each in watches), default=0.0), 6),
+            met=sum(each.met for each in routed),
+            missed=sum(each.missed for each in routed),
+            rejected=sum(each.rejected for each in routed),
+            ready_workers=sum(each.ready_workers for each in routed),
+            models=routed,
+        )
 
 
 def _ready(workers: Collection[Worker]) -> Counter[Role]:
@@ -229,25 +364,39 @@ class Dependencies:
 
 
 class Readiness:
-    """Decides whether a router is ready: as soon as it has workers, and for `timeout_s` after it has lost them.
+    """Decides whether a router is ready: as soon as it can serve one of its models, and for `timeout_s` after the last.
+
+    A model that is asleep or wakes counts as served, because requests for it are held. So does a router without models
+    that knows that there are none: it answers rightly that a model does not exist.
 
     All routers usually lose their workers at the same time. If none of them was ready then, a load balancer would
     refuse clients although a short wait is enough. The cost is that clients leave a router that alone has lost its
     workers later by `timeout_s`.
 
     Args:
+        pools: returns the pools of each model.
         needs_prefill: requests also need a prefill worker.
         timeout_s: time for which a request waits for a worker (`router.worker_wait_s`).
         clock: monotonic seconds.
+        has_read: returns whether the router has read which models there are.
     """
 
-    def __init__(self, pools: PoolView, needs_prefill: bool, timeout_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        pools: Callable[[], Sequence[PoolView]],
+        needs_prefill: bool,
+        timeout_s: float,
+        clock: Callable[[], float],
+        *,
+        has_read: Callable[[], bool],
+    ) -> None:
         self._pools = pools
         self._needs_prefill = needs_prefill
         self._timeout_s = timeout_s
         self._clock = clock
+        self._has_read = has_read
         self._served_at_s: float | None = None
-        """Time at which the needed workers were last ready."""
+        """Time at which it could last serve."""
         self._is_stopping = False
 
     def why_not(self) -> str:
@@ -265,8 +414,19 @@ class Readiness:
         self._is_stopping = True
 
     def _lacking(self) -> str:
-        if not self._pools.is_ready(Role.DECODE):
+        models = self._pools()
+        if not models:
+            return "" if self._has_read() else "the models of the endpoint are not known yet"
+        reasons = [self._lacking_of(pools) for pools in models]
+        if not all(reasons):
+            return ""
+        return reasons[0] if len(reasons) == 1 else f"none of {len(reasons)} models can be served: {reasons[0]}"
+
+    def _lacking_of(self, pools: PoolView) -> str:
+        if pools.sleeps:
+            return ""
+        if not pools.is_ready(Role.DECODE):
             return "no decode worker is ready"
-        if self._needs_prefill and not self._pools.is_ready(Role.PREFILL):
+        if self._needs_prefill and not pools.is_ready(Role.PREFILL):
             return "no prefill worker is ready, and router.mode is disaggregated"
         return ""

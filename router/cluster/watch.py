@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from baton.cluster import CertificateTerm, ClusterStatus, PoolScaling, Worker, WorkerState, with_role
+from baton.cluster import CertificateTerm, ClusterStatus, ServedModel, Worker, WorkerState, with_role
 from router.cluster.history import LATE_SLOTS, NUM_SLOTS, SLOT_S, ClusterHistory
 
 PERIOD_S = 5.0
@@ -221,32 +221,39 @@ def conditions(seen: RouterView) -> list[Condition]:
 
 
 def _of_pools(seen: RouterView) -> Iterator[Condition]:
-    controller, pools = seen.status.controller, seen.status.pools
-    for name, pool in pools.items():
-        if pool.ready == 0 and pool.desired > 0:
+    models = seen.status.models
+    for model in models:
+        yield from _of_model(model, f"{model.release}/" if len(models) > 1 else "")
+
+
+def _of_model(model: ServedModel, prefix: str) -> Iterator[Condition]:
+    """Yield the conditions of one model's pools.
+
+    Args:
+        prefix: precedes the pools' names if there are several models.
+    """
+    for pool, sizes in model.pools.items():
+        name = f"{prefix}{pool}"
+        if sizes.ready == 0 and sizes.desired > 0:
             yield "BatonPoolEmpty", name, f"Pool {name} has no worker that is ready"
-        if pool.desired - pool.ready > 0:
-            yield "BatonPoolBelowDesired", name, f"Pool {name} lacks {pool.desired - pool.ready} of its workers"
-    if controller is None:
-        yield "BatonControllerDown", "", "No controller manages the workers"
+        if sizes.desired - sizes.ready > 0:
+            yield "BatonPoolBelowDesired", name, f"Pool {name} lacks {sizes.desired - sizes.ready} of its workers"
+    if model.controller is None:
+        of_model = f" of {model.release}" if prefix else ""
+        yield "BatonControllerDown", prefix[:-1], f"No controller manages the workers{of_model}"
         return
-    for trouble in controller.trouble:
+    for trouble in model.controller.trouble:
         if trouble.num_unplaced > 0:
-            text = f"{trouble.num_unplaced} workers of pool {trouble.pool} wait for a node with room"
-            yield "BatonNoRoom", trouble.pool, text
-    yield from (_at_limit(each) for each in controller.scaling if _is_at_limit(each, seen.status))
-
-
-def _is_at_limit(scaling: PoolScaling, status: ClusterStatus) -> bool:
+            name = f"{prefix}{trouble.pool}"
+            text = f"{trouble.num_unplaced} workers of pool {name} wait for a node with room"
+            yield "BatonNoRoom", name, text
     most = _above("BatonAutoscalerAtLimit")
-    pool = status.pools.get(scaling.pool)
-    return scaling.utilisation > most and pool is not None and scaling.wanted <= pool.desired
-
-
-def _at_limit(scaling: PoolScaling) -> Condition:
-    share = f"{scaling.utilisation:.0%}"
-    text = f"Pool {scaling.pool} is at {share} of its capacity, and the autoscaler adds no worker"
-    return "BatonAutoscalerAtLimit", scaling.pool, text
+    for scaling in model.controller.scaling:
+        found = model.pools.get(scaling.pool)
+        if scaling.utilisation > most and found is not None and scaling.wanted <= found.desired:
+            name = f"{prefix}{scaling.pool}"
+            text = f"Pool {name} is at {scaling.utilisation:.0%} of its capacity, and the autoscaler adds no worker"
+            yield "BatonAutoscalerAtLimit", name, text
 
 
 def _of_workers(seen: RouterView) -> Iterator[Condition]:
@@ -260,9 +267,11 @@ def _of_workers(seen: RouterView) -> Iterator[Condition]:
         if load.blocks.total and load.blocks.in_use / load.blocks.total > most_kv:
             text = f"{label} has {load.blocks.in_use / load.blocks.total:.0%} of its KV cache in use"
             yield "BatonKVCacheFull", label, text
-    most_kinds = _above("BatonWireMismatch")
-    if (kinds := len({worker.info.wire_compat for worker in seen.status.workers})) > most_kinds:
-        yield "BatonWireMismatch", "", f"Workers of {kinds} kinds cannot transfer KV to each other"
+    kinds = defaultdict[str, set[str]](set)
+    for worker in seen.status.workers:
+        kinds[worker.info.content_id].add(worker.info.wire_compat)
+    if (most := max(map(len, kinds.values()), default=0)) > _above("BatonWireMismatch"):
+        yield "BatonWireMismatch", "", f"Workers of {most} kinds cannot transfer KV to each other"
 
 
 def _label(worker: Worker) -> str:

@@ -15,7 +15,7 @@ import xxhash
 
 from baton import wire
 from baton.blocks import HASH_BLOCK
-from baton.cluster import Role, Worker, WorkerInfo, WorkerState
+from baton.cluster import ModelState, Role, Worker, WorkerInfo, WorkerState
 from baton.costs import PRIOR, StepCosts, least_of, lifted, typical
 from baton.messages import Adapter, SequenceSpec
 from baton.tasks import Flag, paced
@@ -51,6 +51,20 @@ MAX_WITH_ROOM = 32
 LEAVING_S = 3.0
 """Time for which a worker that asked on a stream to migrate its choices gets no work. After that its lease says that it
 leaves its role."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """What a model's controller announces about its sleep."""
+
+    is_asleep: bool = False
+    """True if it is asleep, or was until its workers started, of which none is ready yet."""
+    is_waking: bool = False
+    """True if it should have workers."""
+    problem: str = ""
+    """Reason why it does not wake; empty: none is known."""
+    wake_s: float = 0.0
+    """Seconds that its latest wake-up took; 0: unknown."""
 
 
 class PoolView:
@@ -118,7 +132,8 @@ class PoolView:
         self._suspects: dict[tuple[str, int], float] = {}
         self._leaving: dict[tuple[str, int, Role], float] = {}
         self._waiting: set[Callable[[], object]] = set()
-        """Callbacks of the next `update`."""
+        """Callbacks of the next change."""
+        self._sleep = Sleep()
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -151,6 +166,42 @@ class PoolView:
         self._leaving = {who: until for who, until in self._leaving.items() if until > now}
         self._loading = {what: until for what, until in self._loading.items() if until > now}
         self._order_loads(now)
+        self._changed()
+
+    def note_sleep(self, *, is_asleep: bool, num_desired: int, problem: str, wake_s: float = 0.0) -> None:
+        """Adopt what the model's controller announces about its sleep.
+
+        Args:
+            is_asleep: True if the model is asleep, or was until its workers started, of which none is ready yet.
+            num_desired: number of workers that both pools should have.
+            problem: see `ModelAnnouncement.problem`.
+            wake_s: see `ModelAnnouncement.wake_s`.
+        """
+        sleep = Sleep(is_asleep, num_desired > 0, problem, wake_s)
+        if sleep != self._sleep:
+            self._sleep = sleep
+            self._changed()
+
+    @property
+    def sleep(self) -> Sleep:
+        """What the model's controller last announced about its sleep."""
+        return self._sleep
+
+    @property
+    def sleeps(self) -> bool:
+        """True if the model is asleep or wakes. Each request reads this, so it costs nothing for other models."""
+        return self._sleep.is_asleep and not self.is_ready(Role.DECODE)
+
+    @property
+    def state(self) -> ModelState:
+        """State of the model. It is not asleep if any decode worker is ready, whatever its controller announces."""
+        if self.is_ready(Role.DECODE):
+            return ModelState.READY
+        if not self._sleep.is_asleep:
+            return ModelState.DOWN
+        return ModelState.WAKING if self._sleep.is_waking else ModelState.ASLEEP
+
+    def _changed(self) -> None:
         waiting, self._waiting = self._waiting, set()
         for wake in waiting:
             wake()
@@ -223,7 +274,7 @@ class PoolView:
         return {info.id: lengths[info.id] for info in infos if lengths[info.id] * SHORT < usual[info.role]}
 
     def on_change(self, wake: Callable[[], object]) -> None:
-        """Call back once, at the next `update`."""
+        """Call back once, at the next `update`, or earlier if an announcement changes the state."""
         self._waiting.add(wake)
 
     def forget(self, wake: Callable[[], object]) -> None:
@@ -231,7 +282,7 @@ class PoolView:
         self._waiting.discard(wake)
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Return after the next `update`, or after the timeout."""
+        """Return after the next change (see `on_change`), or after the timeout."""
         flag = Flag()
         self.on_change(flag.set)
         try:
@@ -362,7 +413,7 @@ class PoolView:
 
     def is_ready(self, role: Role) -> bool:
         """Return whether a worker of this role takes work."""
-        return any(w.info.role is role and self.is_trusted(w) for w in self.workers)
+        return any(w.info.role is role and self.is_trusted(w) for w in self._workers.values())
 
     def candidates(
         self,

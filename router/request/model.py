@@ -19,5 +19,7 @@ class LoadedModel:
     format: AnswerFormat = PLAIN
     """Markers of reasoning and tool calls in its answers to chats."""
     content_id: str
+    release: str = ""
+    """Name of its release in metrics."""
     facts: ModelFacts
     """Limits and defaults for validation."""

@@ -70,6 +70,7 @@ from router.serve.machine import (
     WorkerLeaves,
 )
 from router.serve.selector import WorkerSelector
+from router.serve.waking import Waker
 from router.serve.worker_client import WorkerClient, num_computed
 from router.timeline import events as happened
 
@@ -91,9 +92,11 @@ class ChoiceDriver:
         hints: HintTracker,
         config: RouterConfig,
         instruments: Instruments,
+        waker: Waker,
         keys: KeyFile | None = None,
     ) -> None:
         self._pools = pools
+        self._waker = waker
         self._client = client
         self._config = config
         self._instruments = instruments
@@ -358,7 +361,7 @@ class ChoiceDriver:
         run.decode, stream.on_arrival = stream, run.arrived.set
         self._waiting[entry] = run
         timeout_s = self._first_token_timeout_s(run)
-        if not (choice.emitted or choice.has_begun):
+        if not (choice.emitted or choice.has_begun or choice.claim.was_held):
             run.first_token_by_s = choice.claim.arrived_s + timeout_s + run.held_s
         late_s = LONG_S + (0.0 if await_kv else job.compute_s)
         run.waits_for_room = asyncio.get_running_loop().call_later(late_s, self._lacks_room, run)
@@ -557,6 +560,8 @@ class ChoiceDriver:
         if run.place_by_s == math.inf:
             self._start_attempt(run, is_move=prepared is not None)
         now_s = time.monotonic()
+        if prepared is None:
+            run.place_by_s = self._waker.wait_until_s(run.began_s, run.place_by_s)
         if run.waits_for_change:
             if now_s < run.place_by_s:
                 return None
@@ -570,7 +575,10 @@ class ChoiceDriver:
             if choice.num_followers:
                 num_expected = prompt.num_expected_tokens * (1 + choice.num_followers)
                 prompt = replace(prompt, num_expected_tokens=num_expected)
-            assignment = self._selector.place(choice, run.spec, prompt, is_late=now_s >= run.place_by_s)
+            is_late = now_s >= run.place_by_s
+            if is_late and self._pools.sleeps:
+                raise self._waker.why_asleep()
+            assignment = self._selector.place(choice, run.spec, prompt, is_late=is_late)
         if assignment is None:
             run.waits_for_change = True
             self._pools.on_change(run.look_again)
@@ -600,7 +608,8 @@ class ChoiceDriver:
         """Record the workers of an attempt. Raises Overloaded if the gate does not admit the choice."""
         choice, spec, placement = run.choice, run.spec, assignment.placement
         choice.sampler = assignment.decode.info.sampler
-        entry = QueueEntry(tenant=choice.claim.tenant, priority=choice.claim.priority, ttft_s=spec.ttft_s)
+        claim = choice.claim
+        entry = QueueEntry(tenant=claim.tenant, priority=claim.priority, ttft_s=spec.ttft_s, was_held=claim.was_held)
         entry.is_placed(placement)
         now_s = time.monotonic()
         if is_move:

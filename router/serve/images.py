@@ -30,6 +30,7 @@ from baton.turns import Turns
 from router.admission.tenants import Tenant
 from router.placement import ImageCosts, Mode
 from router.placement.pool_view import PoolView
+from router.serve.waking import Waker
 from router.serve.worker_client import LOOK_TIMEOUT_S, WorkerCallError, WorkerClient
 
 MAX_KEPT, MAX_KEPT_TOKENS = 4096, 2**20
@@ -154,8 +155,9 @@ class SeenBook:
 class ImageLooker:
     """Sends the images of one router's requests to workers, which decode them."""
 
-    def __init__(self, *, pools: PoolView, client: WorkerClient, config: RouterConfig) -> None:
+    def __init__(self, *, pools: PoolView, client: WorkerClient, config: RouterConfig, waker: Waker) -> None:
         self._pools = pools
+        self._waker = waker
         self._client = client
         self._config = config
         self._book = SeenBook()
@@ -168,11 +170,12 @@ class ImageLooker:
             Unsupported: no worker takes images.
             NoWorker: no worker became ready in time.
         """
-        until_s = time.monotonic() + self._config.worker_wait_s
+        began_s = time.monotonic()
+        until_s = began_s + self._config.worker_wait_s
         while (found := self._pools.image_placeholder) is None:
             if self._pools.workers:
                 raise Unsupported("this model takes no images; send text only", "messages")
-            await self._wait(until_s)
+            until_s = await self._wait(began_s, until_s)
         return found
 
     async def look(self, images: Sequence[bytes], tenant: Tenant, cache_seed: bytes) -> RequestImages:
@@ -213,7 +216,8 @@ class ImageLooker:
         Args:
             first: digest of the request's first image.
         """
-        until_s = time.monotonic() + self._config.worker_wait_s
+        waits_since_s = time.monotonic()
+        until_s = waits_since_s + self._config.worker_wait_s
         left_s = LOOK_TIMEOUT_S
         """Shared by all attempts: images that take one worker too long would only keep the next one busy too."""
         failures: list[BatonError] = []
@@ -223,7 +227,7 @@ class ImageLooker:
             if worker is None or len(failures) >= self._config.max_attempts or left_s < LEAST_LOOK_S:
                 if failures:
                     raise failures[-1]
-                await self._wait(until_s)
+                until_s = await self._wait(waits_since_s, until_s)
                 continue
             tried.add((worker.info.id, worker.info.epoch))
             began_s = time.monotonic()
@@ -256,13 +260,26 @@ class ImageLooker:
 
         return sorted(ready, key=rank)
 
-    async def _wait(self, until_s: float) -> None:
+    async def _wait(self, began_s: float, until_s: float) -> float:
+        """Wait for a change of the pools, and return the time until which to wait for the next one.
+
+        Args:
+            began_s: start of the wait.
+            until_s: the latest result, or at first `began_s + router.worker_wait_s`.
+
+        Raises:
+            NoWorker: the time has passed.
+        """
+        until_s = self._waker.wait_until_s(began_s, until_s)
         if (left_s := until_s - time.monotonic()) <= 0:
+            if self._pools.sleeps:
+                raise self._waker.why_asleep()
             raise NoWorker(
                 f"no worker that takes images became ready within {self._config.worker_wait_s:g} s; `baton status` "
                 "shows the pools"
             )
         await self._pools.wait_for_change(left_s)
+        return until_s
 
 
 def _digests(images: Sequence[bytes]) -> list[bytes]:

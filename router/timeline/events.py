@@ -36,6 +36,13 @@ class Arrived(NamedTuple):
     at_s: float
 
 
+class Held(NamedTuple):
+    """The model is awake, and has taken the request, which the router held until then."""
+
+    at_s: float
+    held_s: float
+
+
 class Admitted(NamedTuple):
     """The request is valid, within its tenant's limits, and tokenized."""
 
@@ -177,7 +184,7 @@ class Finished(NamedTuple):
     reason: FinishReason
 
 
-RequestEvent = Arrived | Admitted | FirstTokenSent | Ended
+RequestEvent = Arrived | Held | Admitted | FirstTokenSent | Ended
 ChoiceEvent = (
     Attempted
     | Placed
@@ -289,6 +296,8 @@ class Timeline(_Log[RequestEvent]):
     """Empty: it has none yet."""
     tenant: str
     model: str
+    release: str = ""
+    """Release of the model that serves it; empty: it was refused before one was chosen."""
     operation: str
     """chat or text_completion."""
     is_streamed: bool = False

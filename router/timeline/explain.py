@@ -21,6 +21,7 @@ from router.timeline.events import (
     Failed,
     Finished,
     FirstTokenSent,
+    Held,
     KvTransferred,
     LackedImages,
     Left,
@@ -120,6 +121,8 @@ def _described(event: RequestEvent | ChoiceEvent, index: int, at_s: float) -> Ti
             return None
         case Arrived():
             return shown("arrived", "arrived")
+        case Held(_, held_s):
+            return shown("held", f"held for {held_s:.3f} s, until the model was awake")
         case Admitted(_, num_tokens):
             return shown("admitted", f"admitted: {num_tokens} prompt tokens")
         case Placed(_, attempt):

@@ -5,8 +5,8 @@
               waiting for room           computing    not hidden   further tokens  a worker failed
                                                       by computing
 
-- **queue**: all time before the first token that belongs to no other stage: router, tokenizing, placement, the worker's
-  queue, pulling a prefix.
+- **queue**: all time before the first token that belongs to no other stage: the wait until a model is awake, router,
+  tokenizing, placement, the worker's queue, pulling a prefix.
 - **decode admission**: from the call that asks the decode worker for room to its ticket. If one worker computes and
   decodes, the part of its queue that was due to a lack of room.
 - **prefill**: the time of computing the prompt, as its worker reports it; it ends with the first token.
@@ -27,7 +27,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from baton.api import PlacementSeconds, Timing, Usage
-from baton.errors import InvalidRequest, Overloaded, QuotaExceeded, Unsupported
+from baton.errors import InvalidRequest, ModelWaking, Overloaded, QuotaExceeded, Unsupported
 from baton.messages import PrefillReport
 from router.placement import Objective, Prediction
 from router.timeline.events import (
@@ -366,7 +366,7 @@ def _status(error: BaseException | None) -> str:
             return "ok"
         case QuotaExceeded():
             return "limited"
-        case Overloaded():
+        case Overloaded() | ModelWaking():
             return "rejected"
         case InvalidRequest() | Unsupported():
             return "invalid"

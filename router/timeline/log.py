@@ -1,6 +1,6 @@
 """Records the timelines of a router's requests, and keeps the latest for listing and explaining them.
 
-    with log.recording(request, tenant, ingress, trace, model_id) as recording:
+    with log.recording(request, tenant, ingress, trace, served) as recording:
         recording.admitted(choices, params, num_prompt_tokens, resume_from, digest)
         yield recording.sent(chunk)
 
@@ -67,12 +67,22 @@ class Ingress:
 UNKNOWN_INGRESS = Ingress()
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model of a request."""
+
+    model: str
+    """Name that the request has in metrics, span and usage record."""
+    release: str
+    counts: SloCounts
+    """Counts of the release's requests, which the log updates."""
+
+
 class Recording:
     """Context manager: records the timeline of one request. The request has arrived when this is created.
 
     Args:
         trace: trace context of the client.
-        model_id: the model's name in metrics and span.
     """
 
     def __init__(
@@ -83,12 +93,13 @@ class Recording:
         *,
         ingress: Ingress,
         trace: Context | None,
-        model_id: str,
+        served: Served,
     ) -> None:
         self.timeline = Timeline(
             request_id=request.request_id,
             tenant=tenant.id,
-            model=model_id,
+            model=served.model,
+            release=served.release,
             operation="chat" if isinstance(request.prompt, Chat) else "text_completion",
             is_streamed=ingress.is_streamed,
             arrived_s=time.monotonic(),
@@ -98,6 +109,8 @@ class Recording:
         self.charge = Charge()
         """Charge to the tenant."""
         self._log = log
+        self._counts = served.counts
+        self._labels = {"model": served.model, "release": served.release}
         self._span = sinks.start_span(self.timeline, request, trace)
         if self._span.is_recording() and ingress.address:
             self._span.set_attributes({"server.address": ingress.address, "server.port": ingress.port})
@@ -155,7 +168,7 @@ class Recording:
         if num_tokens:
             if choice.num_sent:
                 gap_s = (now_s - choice.last_token_s) / num_tokens
-                self._log.instruments.inter_token_latency.record(gap_s, times=num_tokens)
+                self._log.instruments.inter_token_latency.record(gap_s, self._labels, num_tokens)
             choice.last_token_s = now_s
             choice.num_sent += num_tokens
             timeline.num_sent += num_tokens
@@ -202,7 +215,7 @@ class Recording:
         timeline.add(folds.ended(timeline, self._stages, error))
         if log.usage_book is not None and self._usage_call is not None:
             log.usage_book.ended(self._key, self._usage_call, sinks.usage_record(timeline, self._usage_call))
-        sinks.record_metrics(timeline, self._stages, log.instruments, log.slo_counts)
+        sinks.record_metrics(timeline, self._stages, log.instruments, self._counts)
         sinks.end_span(self._span, self.trace, timeline, self._life, error)
 
 
@@ -213,6 +226,8 @@ class RefusedBody:
     request_id: str
     """Id in the response."""
     tenant: str
+    model: str
+    """Name of the model; empty: it is not known."""
     operation: str
     arrived_s: float
     """Arrival on the monotonic clock."""
@@ -251,8 +266,6 @@ class RequestLog:
 
     Args:
         router: id of the router.
-        model_id: the served model's name.
-        slo_counts: counters that it updates.
         usage_book: None: there is no usage log.
     """
 
@@ -260,16 +273,12 @@ class RequestLog:
         self,
         router: str = "",
         *,
-        model_id: str = "",
         instruments: RequestMetrics | None = None,
-        slo_counts: SloCounts | None = None,
         usage_book: UsageBook | None = None,
     ) -> None:
         self.instruments = instruments or RequestMetrics()
-        self.slo_counts = slo_counts or SloCounts()
         self.usage_book = usage_book
         self._router = router
-        self._model_id = model_id
         self._running: dict[Timeline, None] = {}
         """Running requests, in the order of their arrival."""
         self._latest: deque[Timeline] = deque()
@@ -278,15 +287,17 @@ class RequestLog:
 
     @contextlib.contextmanager
     def recording(
-        self, request: GenerateRequest, tenant: Tenant, ingress: Ingress, trace: Context | None, model_id: str
+        self, request: GenerateRequest, tenant: Tenant, ingress: Ingress, trace: Context | None, served: Served
     ) -> Iterator[Recording]:
         """Context manager: lists a request as running, and records and keeps its timeline."""
-        recording = Recording(self, request, tenant, ingress=ingress, trace=trace, model_id=model_id)
+        recording = Recording(self, request, tenant, ingress=ingress, trace=trace, served=served)
         self._running[recording.timeline] = None
+        served.counts.in_flight += 1
         try:
             with recording:
                 yield recording
         finally:
+            served.counts.in_flight -= 1
             del self._running[recording.timeline]
             self._keep(recording.timeline)
 
@@ -298,7 +309,7 @@ class RequestLog:
     def refused(self, body: RefusedBody) -> None:
         """Record a refused body."""
         now_s, outcome = time.monotonic(), "rejected" if isinstance(body.error, Overloaded) else "invalid"
-        self.instruments.requests.add(1, {"model": self._model_id, "outcome": outcome})
+        self.instruments.requests.add(1, {"model": body.model, "release": "", "outcome": outcome})
         self.instruments.tenant_requests.add(1, {"tenant": body.tenant, "outcome": outcome})
         error = error_text(body.error)
         if body.field:
@@ -307,7 +318,7 @@ class RequestLog:
         timeline = Timeline(
             request_id=body.request_id,
             tenant=body.tenant,
-            model=self._model_id,
+            model=body.model,
             operation=body.operation,
             arrived_s=body.arrived_s,
             arrived_ns=time.time_ns() - round((now_s - body.arrived_s) * 1e9),

@@ -15,10 +15,8 @@ from baton.telemetry.request_metrics import TO_COMPUTE, RequestMetrics, prompt_c
 from router.admission import SloCounts
 from router.timeline import folds
 from router.timeline.events import ChoiceTimeline, Ended, Finished, Timeline
-from router.timeline.folds import SloOutcome, Stage, StagePhase, Stages
+from router.timeline.folds import SloOutcome, StagePhase, Stages
 from router.timeline.usage_record import UsageCall, UsageRecord
-
-STAGE_LABELS = {stage: {"stage": stage.value} for stage in Stage}
 
 
 def usage_record(timeline: Timeline, call: UsageCall) -> UsageRecord:
@@ -38,7 +36,7 @@ def usage_record(timeline: Timeline, call: UsageCall) -> UsageRecord:
 
 def record_metrics(timeline: Timeline, stages: Stages, instruments: RequestMetrics, slo_counts: SloCounts) -> None:
     """Count a request in all metrics that have one entry for each request."""
-    ended, model, tenant = _ended(timeline), {"model": timeline.model}, {"tenant": timeline.tenant}
+    ended, model, tenant = _ended(timeline), _model(timeline), {"tenant": timeline.tenant}
     instruments.tenant_tokens.add(timeline.num_computed, {**tenant, "kind": "computed"})
     instruments.requests.add(1, {**model, "outcome": ended.status})
     instruments.tenant_requests.add(1, {**tenant, "outcome": ended.outcome})
@@ -49,12 +47,17 @@ def record_metrics(timeline: Timeline, stages: Stages, instruments: RequestMetri
         _record_served(timeline, labels, instruments)
 
 
+def _model(timeline: Timeline) -> dict[str, str]:
+    return {"model": timeline.model, "release": timeline.release}
+
+
 def _labels(timeline: Timeline, ended: Ended | None) -> dict[str, str]:
     """Return the labels of OpenTelemetry's conventions for generative AI."""
     labels = {
         "gen_ai.operation.name": timeline.operation,
         "gen_ai.provider.name": "baton",
         "gen_ai.request.model": timeline.model,
+        "release": timeline.release,
     }
     return {**labels, "error.type": ended.error_type} if ended is not None and ended.error_type else labels
 
@@ -64,10 +67,11 @@ def _record_slo(
 ) -> None:
     if timeline.claim is None or ended.status in ("invalid", "limited"):
         return
-    outcome, labels = ended.outcome, {"model": timeline.model, "slo_class": timeline.claim.slo_class}
+    model = _model(timeline)
+    outcome, labels = ended.outcome, {**model, "slo_class": timeline.claim.slo_class}
     if ended.status == "ok":
         for stage, seconds in stages.by_stage().items():
-            instruments.stage_duration.record(seconds, STAGE_LABELS[stage])
+            instruments.stage_duration.record(seconds, {**model, "stage": stage.value})
         if outcome == SloOutcome.MET:
             instruments.tokens_slo_met.add(timeline.num_sent, labels)
         else:
@@ -79,7 +83,7 @@ def _record_slo(
 
 
 def _record_served(timeline: Timeline, labels: dict[str, str], instruments: RequestMetrics) -> None:
-    usage, first, model = folds.usage(timeline), timeline.choices[0], {"model": timeline.model}
+    usage, first, model = folds.usage(timeline), timeline.choices[0], _model(timeline)
     by_class = labels | {TO_COMPUTE: prompt_class(usage.prompt_tokens - usage.cached_tokens)}
     instruments.time_to_first_token.record(timeline.first_token_s - timeline.arrived_s, by_class)
     if (itl_s := folds.itl_s(timeline)) is not None:

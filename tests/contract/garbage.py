@@ -11,6 +11,7 @@ from typing import Any
 from baton.cluster import Worker
 from kvstore.index.keys import Keys
 from kvstore.leases.codec import encode
+from tests.support.builders import model_announcement
 
 Command = tuple[Any, ...]
 GHOST = "router-9"
@@ -86,23 +87,10 @@ def leases_of(keys: Keys, worker: Worker) -> Iterator[Garbage]:
 
 
 def shared(keys: Keys) -> Iterator[Garbage]:
-    """In what the whole cluster writes."""
+    """In what all members of a model write."""
     yield Garbage("workers", "a string", (("DEL", keys.workers), ("SET", keys.workers, "x")))
     yield Garbage("workers", "no UTF-8", (("SADD", keys.workers, b"\xff"),))
     yield Garbage("workers", "no name", (("SADD", keys.workers, ""),))
-    yield Garbage("routers", "a hash", (("DEL", keys.routers), ("HSET", keys.routers, "a", "b")))
-    yield Garbage("routers", "no UTF-8", (("SADD", keys.routers, b"\xff"),))
-    listed = ("SADD", keys.routers, GHOST)
-    router = '{"id":"router-9","pid":1,"grpc":"h:1","http":"h:2","mirror_lag_s":%s}'
-    for how, value in (
-        ("no JSON", "router"),
-        ("no object", "[]"),
-        ("no number", router % "NaN"),
-        ("negative", router % "-1"),
-        ("of another", router.replace(GHOST, "router-8") % "0"),
-    ):
-        yield Garbage("router", how, (("SET", keys.router(GHOST), value), listed))
-    yield Garbage("router", "a set", (("DEL", keys.router(GHOST)), ("SADD", keys.router(GHOST), "x"), listed))
     yield Garbage("controller", "no JSON", (("SET", keys.controller, b"\x80"),))
     yield Garbage("controller", "a list", (("DEL", keys.controller), ("RPUSH", keys.controller, "x")))
     for how, value in (
@@ -118,6 +106,39 @@ def shared(keys: Keys) -> Iterator[Garbage]:
     for how, token in (("no ASCII", b"\xff\xfe"), ("empty", ""), ("too long", "x" * 10_000), ("two lines", "a\nb")):
         yield Garbage("boot", how, (("SET", keys.boot, token),))
     yield Garbage("boot", "a list", (("DEL", keys.boot), ("RPUSH", keys.boot, "x")))
+
+
+def at_endpoint(keys: Keys) -> Iterator[Garbage]:
+    """In what the models of an endpoint share."""
+    yield Garbage("routers", "a hash", (("DEL", keys.routers), ("HSET", keys.routers, "a", "b")))
+    yield Garbage("routers", "no UTF-8", (("SADD", keys.routers, b"\xff"),))
+    listed = ("SADD", keys.routers, GHOST)
+    router = '{"id":"router-9","pid":1,"grpc":"h:1","http":"h:2","mirror_lag_s":%s}'
+    for how, value in (
+        ("no JSON", "router"),
+        ("no object", "[]"),
+        ("no number", router % "NaN"),
+        ("negative", router % "-1"),
+        ("of another", router.replace(GHOST, "router-8") % "0"),
+    ):
+        yield Garbage("router", how, (("SET", keys.router(GHOST), value), listed))
+    yield Garbage("router", "a set", (("DEL", keys.router(GHOST)), ("SADD", keys.router(GHOST), "x"), listed))
+    yield Garbage("models", "a hash", (("DEL", keys.models), ("HSET", keys.models, "a", "b")))
+    yield Garbage("models", "no UTF-8", (("SADD", keys.models, b"\xff"),))
+    listed = ("SADD", keys.models, GHOST)
+    model = encode(model_announcement(GHOST))
+    for how, value in (
+        ("no JSON", "model"),
+        ("nested deep", "[" * 60_000),
+        ("two megabytes", model + " " * 2**21),
+        ("no share", model.replace('"share":1.0', '"share":NaN')),
+        ("a mode of later", model.replace('"mode":"auto"', '"mode":"encode"')),
+        ("no digest", model.replace("f" * 64, "g" * 64)),
+        ("half a surrogate pair", model.replace('"name":"', '"name":"\\ud800')),
+        ("of another", model.replace(GHOST, "router-8")),
+    ):
+        yield Garbage("model", how, (("SET", keys.model(GHOST), value), listed))
+    yield Garbage("model", "a set", (("DEL", keys.model(GHOST)), ("SADD", keys.model(GHOST), "x"), listed))
 
 
 def signed_sizes(keys: Keys) -> Iterator[Garbage]:

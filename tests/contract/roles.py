@@ -13,7 +13,7 @@ from redis import Redis
 
 CHART_REDIS = Path(__file__).parents[2] / "helm" / "baton" / "redis"
 PASSWORD = "a-word"
-NAMESPACE = "kv:{" + "?" * 32 + "}:"
+NAMESPACES = {"{ns}": "kv:{" + "?" * 32 + "}:", "{es}": "kv:{endpoint:*}:"}
 PARTS = ("router", "worker", "controller")
 
 
@@ -22,7 +22,9 @@ def rules(file: str = "index.acl") -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for line in (CHART_REDIS / file).read_text().splitlines():
         if line and not line.startswith("#"):
-            user, _, rest = line.replace("{ns}", NAMESPACE).partition(" ")
+            user, _, rest = line.partition(" ")
+            for name, pattern in NAMESPACES.items():
+                rest = rest.replace(name, pattern)
             found[user] += re.findall(r"\([^)]*\)|\S+", rest)
     return dict(found)
 
@@ -54,6 +56,6 @@ INDEX_USERS = {"apply": "worker", "position": "worker"}
 LEASE_USERS = {
     **dict.fromkeys(("acquire", "renew", "release", "get_controller"), "worker"),
     **dict.fromkeys(("announce_controller", "set_desired"), "controller"),
-    "announce_router": "router",
 }
+ENDPOINT_USERS = {"announce_router": "router", "announce_model": "controller"}
 """The part that calls a method; the others are called by routers and by the controller alike."""

@@ -32,10 +32,18 @@ from kvstore.index import (
 )
 from kvstore.index import redis as index_in_redis
 from kvstore.index.events import ORIGIN
-from kvstore.index.keys import Keys
+from kvstore.index.keys import Keys, endpoint_namespace
 from kvstore.index.signed import REMEMBERED_S, SightBook, Stamps, packed
 from kvstore.index.values import MAX_EPOCH
-from kvstore.leases import RecordEntry, RecordKey, RecordPart, RedisLeases, RedisRecords, ReportedLoads
+from kvstore.leases import (
+    RecordEntry,
+    RecordKey,
+    RecordPart,
+    RedisEndpoint,
+    RedisLeases,
+    RedisRecords,
+    ReportedLoads,
+)
 from kvstore.leases import redis as leases_in_redis
 from kvstore.leases.chain import NUM_SLOTS, SLOT_MS
 from kvstore.leases.codec import decode_load, encode, encode_load
@@ -83,6 +91,17 @@ class Scene:
             monotonic_s=lambda: self.seconds,
             keys=member_keys,
             loads=loads,
+        )
+
+    def endpoint(self, member: Principal, name: str = "", keys: MemberKeys | None = None) -> RedisEndpoint:
+        """A member's store of an endpoint, by default of the one with the name of the namespace."""
+        return RedisEndpoint(
+            self.redis,
+            name or self.namespace,
+            lease_s=LEASE_S,
+            clock=self.clock,
+            monotonic_s=lambda: self.seconds,
+            keys=(keys or self.member_keys)[member],
         )
 
     def new_reader(self) -> RedisLeases:
@@ -511,15 +530,17 @@ async def test_a_forged_epoch_does_not_use_epochs_up(scene: Scene) -> None:
 
 async def test_routers_and_the_controller_speak_for_themselves_alone(scene: Scene) -> None:
     me = RouterInfo(id="r", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0)
-    await scene.router.announce_router(me)
-    announced = await scene.redis.call("GET", scene.keys.router("r"))
-    assert await scene.reader.list_routers() == [me]
-    await scene.redis.pipeline([("SET", scene.keys.router("s"), announced), ("SADD", scene.keys.routers, "s")])
-    assert await scene.reader.list_routers() == [me], "another's"
-    await scene.redis.pipeline([("SET", scene.keys.router("r"), encode(me))])
-    assert await scene.new_reader().list_routers() == [], "unsigned"
-    await scene.worker.announce_router(me)
-    assert await scene.new_reader().list_routers() == [], "a worker's"
+    router, reader = scene.endpoint(Principal.ROUTER), scene.endpoint(Principal.CONTROLLER)
+    keys = Keys(endpoint_namespace(scene.namespace))
+    await router.announce_router(me)
+    announced = await scene.redis.call("GET", keys.router("r"))
+    assert await reader.list_routers() == [me]
+    await scene.redis.pipeline([("SET", keys.router("s"), announced), ("SADD", keys.routers, "s")])
+    assert await reader.list_routers() == [me], "another's"
+    await scene.redis.pipeline([("SET", keys.router("r"), encode(me))])
+    assert await scene.endpoint(Principal.ROUTER).list_routers() == [], "unsigned"
+    await scene.endpoint(Principal.WORKER).announce_router(me)
+    assert await scene.endpoint(Principal.ROUTER).list_routers() == [], "a worker's"
 
     controller = ControllerInfo(pid=7, address="h:7")
     for author in (scene.router, scene.worker):

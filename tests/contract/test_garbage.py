@@ -31,13 +31,13 @@ from kvstore.index import (
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper
 from router.admission import SloCounts
-from router.cluster.registry import Dependencies, Registry
+from router.cluster.registry import Dependencies, EndpointWatch, ModelWatch
 from router.placement import Prompt
 from router.placement.pool_view import PoolView
 from router.serve.worker_client import WorkerClient
-from tests.contract.conftest import CHECKED, leases_by
+from tests.contract.conftest import CHECKED, endpoint_by, leases_by
 from tests.contract.garbage import Garbage, index_of, leases_of, shared, signed_sizes
-from tests.support.builders import worker
+from tests.support.builders import model_announcement, worker
 from tests.support.cases import chosen
 from tests.support.waiting import until
 from tests.unit.deploy.controller.test_controller import LocalActors
@@ -74,20 +74,27 @@ class Plane:
         self.follower = MirrorFollower(index, self.mirror, poll_s=POLL_S)
         self.pools = PoolView(self.mirror.lookup, time.monotonic)
         me = RouterInfo(id="router-0", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0)
-        self.registry = Registry(
+        self.endpoint = endpoint_by(self.redis, namespace, keys)
+        self.watch = ModelWatch(
+            model_announcement(namespace),
             leases=self.leases,
             pools=self.pools,
             client=WorkerClient(),
             follower=self.follower,
-            me=me,
-            slo_counts=SloCounts(),
-            models=(),
-            redis=self.redis,
+            counts=SloCounts(),
+            num_held=lambda: 0,
             adapters=RedisAdapters(self.redis, namespace, keys=keys[Principal.ROUTER] if keys else None),
+            poll_s=POLL_S,
+            lease_s=5 * POLL_S,
+        )
+        self.registry = EndpointWatch(
+            self.endpoint,
+            lambda: (self.watch,),
+            me=me,
+            redis=self.redis,
             malformed=MalformedCount(),
             dependencies=Dependencies(self.redis, {}),
             poll_s=POLL_S,
-            lease_s=5 * POLL_S,
         )
         config = Config(index=IndexConfig(renew_s=POLL_S))
         state = ControllerState(desired={Role.PREFILL: 0, Role.DECODE: 0}, cluster="baton-x")
@@ -97,6 +104,7 @@ class Plane:
             malformed=MalformedCount(),
             actors=LocalActors(),
             leases=self.leases,
+            endpoint=self.endpoint,
             mirror=CountingMirror(),
             path=folder / "state.json",
             state=state,
@@ -118,6 +126,7 @@ class Plane:
             self._publisher.run(),
             self.follower.run(),
             self.registry.run(),
+            self.watch.run(),
             self.controller._watch.run(),
         ]
         return [tasks.create_task(each) for each in running]

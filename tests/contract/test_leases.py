@@ -24,7 +24,6 @@ from baton.cluster import (
     PoolScaling,
     PoolTrouble,
     Role,
-    RouterInfo,
     TransferCounts,
     Worker,
     WorkerInfo,
@@ -225,21 +224,6 @@ async def test_every_part_may_list_workers(server: RedisServer, namespace: str, 
     await backend.connection.call("SADD", Keys(namespace).workers, "gone", "", "x" * 300)
     assert await RedisLeases(connection, namespace).list_workers() == [Worker(info, LOAD)]
     assert await backend.connection.call("SMEMBERS", Keys(namespace).workers) == {b"w"}
-
-
-async def test_routers_are_listed_until_they_lapse(backend: Backend) -> None:
-    first = RouterInfo(id="router-0", pid=7, grpc="127.0.0.1:50051", http="127.0.0.1:8000", mirror_lag_s=0.25)
-    second = dataclasses.replace(first, id="router-1", pid=8)
-    await backend.leases.announce_router(second)
-    await backend.leases.announce_router(first)
-    await backend.leases.announce_router(first)
-    assert await backend.leases.list_routers() == [first, second]
-    if backend.connection:
-        await backend.connection.call("DEL", f"kv:{{{backend.namespace}}}:router:router-0")
-        assert await backend.leases.list_routers() == [second]
-    else:
-        backend.clock.now += 11
-        assert await backend.leases.list_routers() == []
 
 
 async def test_desired_sizes_are_kept(backend: Backend) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from redis.exceptions import NoPermissionError
@@ -13,11 +13,11 @@ from baton.cluster import ControllerInfo, RouterInfo
 from baton.errors import StoreUnavailable
 from baton.trust import Principal
 from kvstore.index import MemoryStore, RedisConnection
-from kvstore.index.keys import Keys
-from kvstore.leases import LeaseKeeper, MemoryLeases, RedisLeases, keeper
+from kvstore.index.keys import Keys, endpoint_namespace
+from kvstore.leases import MODEL_LEASE_S, LeaseKeeper, MemoryLeases, RedisEndpoint, RedisLeases, keeper
 from tests.contract.conftest import Clock
 from tests.contract.test_leases import LOAD
-from tests.support.builders import worker_info
+from tests.support.builders import model_announcement, worker_info
 
 if TYPE_CHECKING:
     from tests.contract.conftest import RedisServer
@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 Command = tuple[object, ...]
 RENEW_S, LEASE_S = 3.0, 10.0
 HOUR_S = 3600.0
-MEMBERS = ["worker", "router", "controller"]
+AUTHORS = {
+    "worker": Principal.WORKER,
+    "router": Principal.ROUTER,
+    "controller": Principal.CONTROLLER,
+    "model": Principal.CONTROLLER,
+}
+"""The member that writes each kind of value."""
+LASTS_S = dict.fromkeys(AUTHORS, LEASE_S) | {"model": MODEL_LEASE_S}
+"""Time for which a value counts."""
 
 
 class Redis(RedisConnection):
@@ -64,16 +72,34 @@ class World:
             keys=self.keys[principal],
         )
 
-    def reader(self) -> RedisLeases:
-        return self.leases(Principal.ROUTER, "reader")
+    def endpoint(self, principal: Principal, of: str) -> RedisEndpoint:
+        return RedisEndpoint(
+            self.redis,
+            self.namespace,
+            lease_s=LEASE_S,
+            clock=self.clock(of),
+            monotonic_s=lambda: self.now_s,
+            keys=self.keys[principal],
+        )
+
+    def reader(self) -> Reader:
+        return Reader(self.leases(Principal.ROUTER, "reader"), self.endpoint(Principal.ROUTER, "reader"))
+
+
+class Reader(NamedTuple):
+    """What a router reads."""
+
+    leases: RedisLeases
+    endpoint: RedisEndpoint
 
 
 class Member:
-    """A worker, router or controller, and whether a reader believes what it writes."""
+    """A worker, router or controller, or a model's controller, and whether a reader believes what it writes."""
 
     def __init__(self, world: World, kind: str) -> None:
         self.world, self.kind = world, kind
-        self.leases = world.leases(Principal(kind), "member")
+        self.leases = world.leases(AUTHORS[kind], "member")
+        self.endpoint = world.endpoint(AUTHORS[kind], "member")
         self.epochs: list[int] = []
 
     async def renew(self) -> None:
@@ -81,21 +107,25 @@ class Member:
         match self.kind:
             case "router":
                 info = RouterInfo(id="r0", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0)
-                await self.leases.announce_router(info)
+                await self.endpoint.announce_router(info)
+            case "model":
+                await self.endpoint.announce_model(model_announcement())
             case "controller":
                 await self.leases.announce_controller(ControllerInfo(pid=1, address="h:3"))
             case _ if not self.epochs or not await self._renewed():
                 self.epochs.append(await self.leases.acquire("w", self.epochs[-1] if self.epochs else None))
                 assert await self._renewed()
 
-    async def is_believed(self, reader: RedisLeases) -> bool:
+    async def is_believed(self, reader: Reader) -> bool:
         match self.kind:
             case "router":
-                return bool(await reader.list_routers())
+                return bool(await reader.endpoint.list_routers())
+            case "model":
+                return bool(await reader.endpoint.list_models())
             case "controller":
-                return await reader.get_controller() is not None
+                return await reader.leases.get_controller() is not None
             case _:
-                return bool(await reader.list_workers())
+                return bool(await reader.leases.list_workers())
 
     async def _renewed(self) -> bool:
         return await self.leases.renew(worker_info("w", epoch=self.epochs[-1], address="w:1"), LOAD)
@@ -108,7 +138,7 @@ async def world(server: RedisServer, namespace: str, member_keys: MemberKeys) ->
     await redis.close()
 
 
-async def believed(member: Member, readers: list[RedisLeases], seconds: float) -> list[float]:
+async def believed(member: Member, readers: list[Reader], seconds: float) -> list[float]:
     """Lets time pass, and returns after how many seconds each reader believes the member for good."""
     since = [0.0 for _ in readers]
     for number in range(int(seconds / RENEW_S)):
@@ -120,7 +150,7 @@ async def believed(member: Member, readers: list[RedisLeases], seconds: float) -
     return since
 
 
-@pytest.mark.parametrize("kind", MEMBERS)
+@pytest.mark.parametrize("kind", AUTHORS)
 @pytest.mark.parametrize("ahead_s", [-61.0, HOUR_S])
 async def test_a_clock_that_is_set_wrongly_and_right_again_changes_nothing(
     world: World, kind: str, ahead_s: float, caplog: pytest.LogCaptureFixture
@@ -136,7 +166,7 @@ async def test_a_clock_that_is_set_wrongly_and_right_again_changes_nothing(
     assert len(caplog.records) <= 2, "one line each time"
 
 
-@pytest.mark.parametrize("kind", MEMBERS)
+@pytest.mark.parametrize("kind", AUTHORS)
 @pytest.mark.parametrize("ahead_s", [-HOUR_S, 120.0])
 async def test_a_clock_that_was_wrong_from_the_start_is_believed_once_it_is_set(
     world: World, kind: str, ahead_s: float, caplog: pytest.LogCaptureFixture
@@ -151,7 +181,7 @@ async def test_a_clock_that_was_wrong_from_the_start_is_believed_once_it_is_set(
     assert len(caplog.records) <= 2
 
 
-@pytest.mark.parametrize("kind", MEMBERS)
+@pytest.mark.parametrize("kind", AUTHORS)
 async def test_all_clocks_may_be_set_at_once(world: World, kind: str) -> None:
     """A worker is believed with its next renewal, for its epoch rises; the others within a lease."""
     member, known = Member(world, kind), world.reader()
@@ -159,12 +189,12 @@ async def test_all_clocks_may_be_set_at_once(world: World, kind: str) -> None:
     assert await member.is_believed(known)
     for ahead_s in (2 * HOUR_S, 0.0, -2 * HOUR_S, 0.0):
         world.ahead_s = dict.fromkeys(world.ahead_s, ahead_s)
-        since = await believed(member, [known, world.reader()], 66)
-        assert max(since) <= (0 if kind == "worker" else LEASE_S + 2 * RENEW_S), ahead_s
+        since = await believed(member, [known, world.reader()], LASTS_S[kind] + 57)
+        assert max(since) <= (0 if kind == "worker" else LASTS_S[kind] + 2 * RENEW_S), ahead_s
     assert len(member.epochs) == (3 if kind == "worker" else 0)
 
 
-@pytest.mark.parametrize("kind", MEMBERS)
+@pytest.mark.parametrize("kind", AUTHORS)
 async def test_who_may_not_ask_for_redis_time_follows_the_own_clock(world: World, kind: str) -> None:
     member = Member(world, kind)
     world.redis.time_s = None
@@ -196,11 +226,12 @@ async def recorded_of(member: Member) -> tuple[Command, ...]:
         lease = await call("HGETALL", key)
         fields = [part for field in lease.items() for part in field]
         return ("DEL", key), ("HSET", key, *fields), ("SADD", keys.workers, "w")
-    key = keys.controller if member.kind == "controller" else keys.router("r0")
+    shared = Keys(endpoint_namespace(member.world.namespace))
+    key = {"controller": keys.controller, "router": shared.router("r0"), "model": shared.model("c" * 32)}[member.kind]
     return (("SET", key, await call("GET", key)),)
 
 
-@pytest.mark.parametrize("kind", MEMBERS)
+@pytest.mark.parametrize("kind", AUTHORS)
 async def test_what_was_recorded_of_a_member_that_is_gone_is_not_believed(world: World, kind: str) -> None:
     """Neither that of half a minute ago nor, of one with epochs, that of the time to which a clock is set back."""
     member, known = Member(world, kind), world.reader()
@@ -213,15 +244,15 @@ async def test_what_was_recorded_of_a_member_that_is_gone_is_not_believed(world:
     world.now_s += RENEW_S
     await member.renew()
     assert await member.is_believed(known)
-    world.now_s += LEASE_S + 1
+    world.now_s += LASTS_S[kind] + 1
     await world.redis.pipeline(list(lately))
     assert not await member.is_believed(known)
-    world.ahead_s["reader"] = -HOUR_S
+    world.ahead_s["reader"] = -HOUR_S - LASTS_S[kind]
     await world.redis.pipeline(list(long_ago))
     assert await member.is_believed(known) == (kind != "worker"), "as docs/redis.md says"
 
 
-@pytest.mark.parametrize("kind", ["router", "controller"])
+@pytest.mark.parametrize("kind", ["router", "controller", "model"])
 async def test_a_member_without_epochs_is_not_set_back_by_what_was_recorded(world: World, kind: str) -> None:
     """A reader whose clock is set back believes nothing of that earlier time while the member lives."""
     member, known = Member(world, kind), world.reader()
@@ -239,7 +270,7 @@ async def test_a_member_without_epochs_is_not_set_back_by_what_was_recorded(worl
 
 async def test_sizes_of_a_controller_whose_predecessor_was_ahead_are_read(world: World) -> None:
     """Regression: routers kept the old ones until they were started again."""
-    reader = world.reader()
+    reader = world.reader().leases
     world.ahead_s["member"] = HOUR_S
     await world.leases(Principal.CONTROLLER, "member").set_desired({"decode": 1})
     assert await reader.get_desired() == {"decode": 1}

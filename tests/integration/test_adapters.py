@@ -243,7 +243,7 @@ def test_after_its_removal_an_adapter_is_not_found_and_running_requests_end(work
             removed.append(True)
 
     assert answered(router, asked(token_ids, "poet", 60), remove) == right(token_ids, 60, poet)
-    with pytest.raises(ModelNotFound, match="'poet' is not served here"):
+    with pytest.raises(ModelNotFound, match="'poet' does not exist"):
         list(router.client.generate(asked(token_ids, "poet")))
     with pytest.raises(ModelNotFound):
         router.client.remove_adapter("poet")

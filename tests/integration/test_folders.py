@@ -411,7 +411,7 @@ def test_a_pointer_of_git_lfs_says_what_to_run(name: str, tmp_path: Path) -> Non
     shards(tmp_path, {"model.safetensors": RIGHT}, None)
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 135\n")
     config = Config(model=ModelConfig(path=str(tmp_path), device="cpu"))
-    refuse = (lambda: start.require_model(config)) if name == "tokenizer.json" else (lambda: check_folder(tmp_path))
+    refuse = (lambda: start.require_models([config])) if name == "tokenizer.json" else (lambda: check_folder(tmp_path))
     with pytest.raises(ModelLoadError, match="pointer of Git LFS, whose file was not fetched: run `git lfs pull`"):
         refuse()
 

@@ -423,7 +423,7 @@ def test_openai_package_streams_a_chat(split_cluster: Cluster) -> None:
         assert chunks[-1].usage.completion_tokens == 8
         completion = client.completions.create(model=model, prompt="1, 2, 3,", max_tokens=4, temperature=0)
         assert completion.choices[0].text.startswith(" 4")
-        with pytest.raises(openai.NotFoundError, match="is not served here"):
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
             client.chat.completions.create(model="gpt-4", messages=messages)
         with pytest.raises(openai.BadRequestError, match="temperature must be between"):
             client.chat.completions.create(model=model, messages=messages, temperature=9)

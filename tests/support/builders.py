@@ -7,8 +7,19 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import (
+    ClusterStatus,
+    ModelAnnouncement,
+    Role,
+    ServedModel,
+    Worker,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
+from baton.config import RouterConfig
 from baton.costs import StepCosts
+from baton.errors import NoController
 from baton.messages import Adapter, SequenceSpec
 from baton.registered_adapters import RegisteredAdapter
 from baton.sampling import SamplingParams
@@ -16,8 +27,10 @@ from kvstore.adapters import MemoryAdapters
 from kvstore.index import MemoryStore
 from router.admission.tenants import DEFAULT_TENANT
 from router.admission.validate import Claim
-from router.api.orders import AdapterOrders
+from router.cluster.orders import AdapterOrders
 from router.placement import NO_OBJECTIVE, Weights
+from router.placement.pool_view import PoolView
+from router.serve import Waker
 from router.serve.worker_client import WorkerClient
 
 READY = WorkerLoad(state=WorkerState.READY)
@@ -43,6 +56,16 @@ def worker_info(worker_id: str = "w", role: Role = Role.DECODE, **values: Any) -
         "max_model_len": 8192,
     }
     return WorkerInfo(id=worker_id, role=role, **defaults | values)
+
+
+def model_announcement(content_id: str = "c" * 32, **values: Any) -> ModelAnnouncement:
+    """A model as its controller announces it.
+
+    Args:
+        values: further fields of `ModelAnnouncement`.
+    """
+    defaults: dict[str, Any] = {"name": "m", "path": "/models/m", "release": "m-1", "files": "f" * 64}
+    return ModelAnnouncement(content_id=content_id, **defaults | values)
 
 
 def worker(worker_id: str = "w", role: Role = Role.DECODE, load: WorkerLoad = READY, **values: Any) -> Worker:
@@ -108,7 +131,21 @@ def claim(**values: Any) -> Claim:
     return Claim(**defaults | values)
 
 
+def waker(pools: PoolView, config: RouterConfig | None = None) -> Waker:
+    """Of a model without a controller."""
+
+    async def wake() -> None:
+        raise NoController("no controller is known")
+
+    return Waker(pools, wake, config or RouterConfig())
+
+
 def cluster_status(*workers: Worker, **values: Any) -> ClusterStatus:
-    """A healthy cluster of these workers, and of nothing else."""
-    defaults: dict[str, Any] = {"pools": {}, "routers": (), "redis_address": "", "redis_ok": True, "models": ()}
+    """A healthy cluster of these workers, and of nothing else. Pools and controller are those of its only model."""
+    contents = {each.info.content_id for each in workers} or {"content"}
+    of_model = {"pools": values.get("pools", {}), "controller": values.get("controller")}
+    models = tuple(
+        ServedModel("tiny", "/models/tiny", content_id=content, release="tiny-1", **of_model) for content in contents
+    )
+    defaults: dict[str, Any] = {"pools": {}, "routers": (), "redis_address": "", "redis_ok": True, "models": models}
     return ClusterStatus(workers=workers, **defaults | values)

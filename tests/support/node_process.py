@@ -16,7 +16,7 @@ import pytest
 from baton.errors import WorkerFailed
 from deploy.ray_pools.actor import RESOURCE, WorkerActor
 from deploy.ray_pools.node_link import NodeLink
-from deploy.ray_pools.supervisor import StartOrder
+from deploy.ray_pools.supervisor import StartOrder, WorkerName
 from tests.support.waiting import until, wait_until
 
 PATIENT_S = 60.0
@@ -107,9 +107,9 @@ def order(
 
 
 @asynccontextmanager
-async def actor(here: Running, worker_id: str) -> AsyncGenerator[NodeLink]:
+async def actor(here: Running, worker_id: str, cluster: str = "", release: str = "") -> AsyncGenerator[NodeLink]:
     """Context manager: the connection of a worker's actor. It closes at the end of the block."""
-    link = await NodeLink.open(str(here.socket), worker_id)
+    link = await NodeLink.open(str(here.socket), WorkerName(cluster, worker_id, release))
     try:
         yield link
     finally:
@@ -134,6 +134,9 @@ class Alone(WorkerActor):
 
     def _assigned(self) -> Mapping[str, float]:
         return {RESOURCE: 1.0}
+
+    def _cluster(self) -> str:
+        return "baton"
 
 
 async def let_go(*workers: WorkerActor) -> None:

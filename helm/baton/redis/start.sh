@@ -12,11 +12,12 @@ rules=$1 passwords=$2 acl=$3
 shift 3
 
 echo "user default reset off" > "$acl"
-# The lines of a user are one rule. {ns} is what every key of Baton's begins with; the hash in it has 32 characters.
+# The lines of a user are one rule. {ns} is what the keys of a model begin with; the hash in it has 32 characters. {es} is
+# what the keys of an endpoint begin with.
 awk '
   !/^#/ && NF { user = $1; $1 = ""; found[user] = found[user] $0 }
   END { for (user in found) print user found[user] }
-' "$rules" | sed 's/{ns}/kv:{????????????????????????????????}:/g' | while read -r user rule; do
+' "$rules" | sed 's/{ns}/kv:{????????????????????????????????}:/g; s/{es}/kv:{endpoint:*}:/g' | while read -r user rule; do
   password=$(cat "$passwords/$user" 2>/dev/null) || { echo "no password for user $user in $passwords" >&2; exit 1; }
   case $password in
     "" | *[!A-Za-z0-9._~-]*)

@@ -16,7 +16,6 @@ from baton.errors import InvalidRequest
 from baton.images import image_in_base64
 from baton.nesting import check_levels
 from baton.tools import ANY_TOOL, Tool, ToolChoice, ToolUse
-from router.admission import check_model
 from router.api.answering import Asked, Taking, answered, chunks_of
 from router.api.anthropic.body import (
     AnyToolBody,
@@ -38,36 +37,36 @@ from router.api.efforts import Effort, set_effort, thinking_switch
 from router.api.exchange import id_headers, ignored_of, named
 from router.api.fields import Ignored
 from router.api.routes import STREAMED, Reader
+from router.models.table import ModelTable
 from router.prompt import ChatTemplate
-from router.service import RouterService
 
 ERROR = "Error: "
 """Prefix of the result of a failed call, because chat templates have no other way to mark it."""
 
 
-def add_endpoints(app: FastAPI, service: RouterService) -> None:
+def add_endpoints(app: FastAPI, models: ModelTable) -> None:
     """Add Anthropic's endpoints."""
 
     @app.post("/v1/messages", responses=STREAMED)
     async def messages(request: Request, read: Reader[MessageBody]) -> Response:
         """Answer a chat."""
-        with Taking(service, request, "chat"):
-            asked = _asked(service, request, await read())
+        with Taking(models, request, "chat") as taking:
+            asked = _asked(taking, request, await read())
         return await answered(request, *asked)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request, read: Reader[CountTokensBody]) -> Response:
         """Count the tokens of a prompt."""
-        with Taking(service, request, "count_tokens"):
+        with Taking(models, request, "count_tokens") as taking:
             body = await read()
-            check_model(body.model, service.facts, service.adapters)
+            service = taking.service(body)
             prompt = chat_of(body, service.model.tokenizer.chat_template, ignored_of(request))
         tokens = await service.tokenize(prompt, request.state.tenant)
         return JSONResponse({"input_tokens": len(tokens)}, headers=id_headers(request))
 
 
-def _asked(service: RouterService, request: Request, body: MessageBody) -> Asked:
-    request_id, ignored = named(request, None, "msg_"), ignored_of(request)
+def _asked(taking: Taking, request: Request, body: MessageBody) -> Asked:
+    service, request_id, ignored = taking.service(body), named(request, None, "msg_"), ignored_of(request)
     sampling = body.sampling()
     if "thinking_budget" in sampling and service.model.format.reasoning is None:
         del sampling["thinking_budget"]

@@ -8,16 +8,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 
 from baton.api import Chat, GenerateRequest, ModelCard, PromptInput, TokenIds, too_long
 from baton.errors import InvalidRequest
-from baton.registered_adapters import Adapters
 from baton.tools import ToolUse
-from router.admission import check_model
 from router.admission.tenants import Tenant
 from router.api.answering import Asked, Taking, answered, chunks_of
 from router.api.exchange import JsonAnswer, ascii_json, id_headers, ignored_of, named
@@ -25,50 +23,55 @@ from router.api.openai.answers import CompletionForm, Shape
 from router.api.openai.body import DEFAULT_COMPLETION_TOKENS, CompletionBody, SloBody
 from router.api.openai.chat import ChatBody, DetokenizeBody, TokenizeBody, description_of, prompt_of
 from router.api.routes import STREAMED, Reader
+from router.models.table import ModelTable
+from router.request.model import LoadedModel
 from router.service import RouterService
 
+DESCRIBED = 16
+"""Number of tokenizers whose descriptions are kept."""
 
-def add_endpoints(app: FastAPI, service: RouterService) -> None:
+
+def add_endpoints(app: FastAPI, models: ModelTable) -> None:
     """Add OpenAI's endpoints, and vLLM's for tokens."""
-    _add_openai(app, service)
-    _add_vllm(app, service)
+    _add_openai(app, models)
+    _add_vllm(app, models)
 
 
-def _add_openai(app: FastAPI, service: RouterService) -> None:
+def _add_openai(app: FastAPI, models: ModelTable) -> None:
     @app.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(request: Request, read: Reader[ChatBody]) -> Response:
         """Answer a chat."""
-        with Taking(service, request, "chat"):
-            asked = await _asked(service, request, await read())
+        with Taking(models, request, "chat") as taking:
+            asked = await _asked(taking, request, await read())
         return await answered(request, *asked)
 
     @app.post("/v1/completions", responses=STREAMED)
     async def completions(request: Request, read: Reader[CompletionBody]) -> Response:
         """Continue a text."""
-        with Taking(service, request, "text_completion"):
-            asked = await _asked(service, request, await read())
+        with Taking(models, request, "text_completion") as taking:
+            asked = await _asked(taking, request, await read())
         return await answered(request, *asked)
 
-    listed = ModelList(service)
+    listed = ModelList(models)
 
     @app.get("/v1/models")
-    async def models() -> Response:
-        """List the served model and its adapters."""
-        return Response(listed(), media_type="application/json")
+    async def model_cards(request: Request) -> Response:
+        """List the models that the tenant may use, and their adapters."""
+        return Response(listed(request.state.tenant), media_type="application/json")
 
     @app.get("/v1/models/{model:path}")
-    async def model_card(model: str) -> dict[str, Any]:
+    async def model_card(request: Request, model: str) -> dict[str, Any]:
         """Describe a model or an adapter."""
-        return _described(service.card_of(model))
+        return _described(models.card(model, request.state.tenant))
 
 
-def _add_vllm(app: FastAPI, service: RouterService) -> None:
+def _add_vllm(app: FastAPI, models: ModelTable) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request, read: Reader[TokenizeBody]) -> Response:
         """Tokenize a prompt."""
-        with Taking(service, request, "tokenize"):
+        with Taking(models, request, "tokenize") as taking:
             body = await read()
-            check_model(body.model or "", service.facts, service.adapters)
+            service = taking.service(body)
             prompt = prompt_of(body, lambda: service.model.tokenizer.chat_template, ignored_of(request))
         tokens = await service.tokenize(prompt, request.state.tenant)
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": service.facts.max_model_len}
@@ -79,9 +82,9 @@ def _add_vllm(app: FastAPI, service: RouterService) -> None:
     @app.post("/detokenize")
     async def detokenize(request: Request, read: Reader[DetokenizeBody]) -> Response:
         """Convert tokens to text."""
-        with Taking(service, request, "detokenize"):
+        with Taking(models, request, "detokenize") as taking:
             body = await read()
-            check_model(body.model or "", service.facts, service.adapters)
+            service = taking.service(body)
             if len(body.tokens) > (most := service.facts.max_model_len):
                 raise too_long(len(body.tokens), most)
             if not 0 <= min(body.tokens, default=0) <= max(body.tokens, default=0) < service.facts.vocab_size:
@@ -89,18 +92,21 @@ def _add_vllm(app: FastAPI, service: RouterService) -> None:
         text = await asyncio.to_thread(service.model.tokenizer.decode_all, body.tokens)
         return JsonAnswer({"prompt": text}, headers=id_headers(request))
 
-    @functools.cache
-    def described() -> bytes:
-        return ascii_json(description_of(service.model.tokenizer))
+    @functools.lru_cache(maxsize=DESCRIBED)
+    def described(model: LoadedModel) -> bytes:
+        return ascii_json(description_of(model.tokenizer))
 
     @app.get("/tokenizer_info")
-    async def tokenizer_info() -> Response:
+    async def tokenizer_info(
+        request: Request, model: Annotated[str, Query(description="The model; empty: the default or only one.")] = ""
+    ) -> Response:
         """Describe the tokenizer: its tokenizer_config.json, and the chat template in use."""
-        return Response(described(), media_type="application/json")
+        service = models.service(model, request.state.tenant, str)
+        return Response(described(service.model), media_type="application/json")
 
 
-async def _asked(service: RouterService, request: Request, body: ChatBody | CompletionBody) -> Asked:
-    is_chat = isinstance(body, ChatBody)
+async def _asked(taking: Taking, request: Request, body: ChatBody | CompletionBody) -> Asked:
+    service, is_chat = taking.service(body), isinstance(body, ChatBody)
     request.state.written = body.written()  # not the body itself, which would stay in memory until the answer ends
     if isinstance(body, ChatBody):
         prompts = [body.prompt(lambda: service.model.tokenizer.chat_template, ignored_of(request))]
@@ -182,22 +188,23 @@ def _sampling(service: RouterService, body: ChatBody | CompletionBody, tenant: T
 class ModelList:
     """The list of models as JSON. It is kept until the models change, because there may be thousands of adapters."""
 
-    def __init__(self, service: RouterService) -> None:
-        self._service = service
-        self._of: tuple[Adapters, int] | None = None
-        self._json = b""
+    def __init__(self, models: ModelTable) -> None:
+        self._models = models
+        self._version: tuple[object, ...] = ()
+        self._json: dict[tuple[str, ...], bytes] = {}
+        """By the patterns of the models that a tenant may use."""
 
-    def __call__(self) -> bytes:
-        """Return the list."""
-        of = self._service.adapters, self._service.facts.max_model_len
-        if self._of is None or self._of[0] is not of[0] or self._of[1] != of[1]:
-            cards = [_described(card) for card in self._service.cards()]
-            first, last = cards[0]["id"], cards[-1]["id"]
-            self._json = ascii_json(
-                {"object": "list", "data": cards, "first_id": first, "last_id": last, "has_more": False}
-            )
-            self._of = of
-        return self._json
+    def __call__(self, tenant: Tenant) -> bytes:
+        """Return the list for a tenant."""
+        if self._version != (version := self._models.version):
+            self._version = version
+            self._json.clear()
+        if (found := self._json.get(tenant.models)) is None:
+            cards = [_described(card) for card in self._models.cards(tenant)]
+            first, last = (cards[0]["id"], cards[-1]["id"]) if cards else (None, None)
+            listed = {"object": "list", "data": cards, "first_id": first, "last_id": last, "has_more": False}
+            found = self._json[tenant.models] = ascii_json(listed)
+        return found
 
 
 def _described(card: ModelCard) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from baton.api import Chat, GenerateRequest
 from baton.chat import WITH_IMAGES, ChatMessage, content_of, tool_call
 from baton.errors import InvalidRequest
 from baton.images import image_in_url
-from router.admission import check_model
 from router.api.answering import Asked, Taking, answered, chunks_of
 from router.api.efforts import Effort, Template, set_effort, variables_of
 from router.api.exchange import id_headers, ignored_of, named
@@ -39,25 +38,25 @@ from router.api.responses.body import (
 from router.api.responses.tools import Functions, tools_of
 from router.api.responses.writer import ResponseForm
 from router.api.routes import STREAMED, Reader
-from router.service import RouterService
+from router.models.table import ModelTable
 
 
-def add_endpoints(app: FastAPI, service: RouterService) -> None:
+def add_endpoints(app: FastAPI, models: ModelTable) -> None:
     """Add the endpoints."""
 
     @app.post("/v1/responses", responses=STREAMED)
     async def responses(request: Request, read: Reader[ResponsesBody]) -> Response:
         """Answer input items with a response."""
-        with Taking(service, request, "chat"):
-            asked = _asked(service, request, await read())
+        with Taking(models, request, "chat") as taking:
+            asked = _asked(taking, request, await read())
         return await answered(request, *asked)
 
     @app.post("/v1/responses/input_tokens")
     async def input_tokens(request: Request, read: Reader[InputBody]) -> Response:
         """Count the tokens of input items."""
-        with Taking(service, request, "count_tokens"):
+        with Taking(models, request, "count_tokens") as taking:
             body = await read()
-            check_model(body.model or "", service.facts, service.adapters)
+            service = taking.service(body)
             functions = Functions.of(body.tools or ())
             chat = chat_of(body, functions, lambda: service.model.tokenizer.chat_template, ignored_of(request))
         tokens = await service.tokenize(chat, request.state.tenant)
@@ -65,7 +64,8 @@ def add_endpoints(app: FastAPI, service: RouterService) -> None:
         return JSONResponse(counted, headers=id_headers(request))
 
 
-def _asked(service: RouterService, request: Request, body: ResponsesBody) -> Asked:
+def _asked(taking: Taking, request: Request, body: ResponsesBody) -> Asked:
+    service = taking.service(body)
     response_id = named(request, body.request_id, "resp_")
     slo, functions = body.slo or SloBody(), Functions.of(body.tools or ())
     generate = GenerateRequest(

@@ -162,7 +162,9 @@ def test_every_service_has_an_endpoint() -> None:
     ruled = {rule.partition("/")[0] for rule in (*WORKERS_RULES, *CONTROLLERS_RULES)}
     assert named == of_clients | ruled
     assert set(worker.SERVICE_NAMES) == WORKERS_RULES.keys()
-    assert set(controller.SERVICE_NAMES) == {"baton.v1.Admin"} == CONTROLLERS_RULES.keys() & named
+    assert (
+        set(controller.SERVICE_NAMES) == {"baton.v1.Admin", "baton.v1.ModelFiles"} == CONTROLLERS_RULES.keys() & named
+    )
     assert [rule for rule, members in CONTROLLERS_RULES.items() if members != {Principal.ROUTER}] == [
         "baton.v1.Admin/DrainWorker"
     ], "baton leave has an operator's keys, in every pod of workers"

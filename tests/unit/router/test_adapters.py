@@ -118,7 +118,7 @@ async def test_the_list_follows_what_is_registered(router: Router) -> None:
 async def test_a_removed_adapter_is_not_found(router: Router) -> None:
     router.adapters = {}
     code, sentence = await router.refusal(asked(text="a", model=POET.name))
-    assert (code.name, "not served here" in sentence) == ("NOT_FOUND", True)
+    assert (code.name, "does not exist" in sentence) == ("NOT_FOUND", True)
 
 
 async def test_metrics_name_only_what_is_registered(router: Router) -> None:
@@ -132,7 +132,7 @@ def test_the_one_place_that_checks_names(router: Router) -> None:
     assert check_model("", facts, adapters) is None
     assert check_model(MODEL, facts, adapters) is None
     assert check_model(POET.name, facts, adapters) == POET.adapter
-    with pytest.raises(ModelNotFound, match=f"use '{MODEL}' or one of the adapters that /v1/models lists"):
+    with pytest.raises(ModelNotFound, match="'org/prose' does not exist; did you mean 'org/poet'"):
         check_model("org/prose", facts, adapters)
     with pytest.raises(ModelNotFound, match=f"use '{MODEL}'$"):
         check_model(POET.name, facts)

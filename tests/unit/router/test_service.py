@@ -38,24 +38,26 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from baton.wire import generate_request_from_pb
 from kvstore.index import MemoryStore
 from kvstore.leases import MemoryRecords
-from router.admission import Accounts, Limiter, MemoryLedger, ModelFacts, SloCounts
+from router.admission import Accounts, MemoryLedger, ModelFacts, SloCounts
 from router.admission.tenants import TenantBook
 from router.answer import PLAIN, AnswerFormat
 from router.api import delivery
 from router.api.delivery import GRPC
 from router.api.grpc_api import SERVICE_NAMES, Authentication, InferenceServicer
 from router.api.http import create_app
+from router.models.table import ModelTable
 from router.placement.pool_view import PoolView
 from router.prompt import Tokenizer
 from router.request.model import LoadedModel
 from router.request.resume import Journal
-from router.serve import ImageLooker, WorkerClient
+from router.serve import Holding, ImageLooker, WorkerClient
 from router.serve.choice import Choice, ChoiceGroup
-from router.service import RouterService
+from router.service import Front, RouterService
 from router.timeline.usage_log import UsageBook
 from router.timeline.usage_marks import MemoryMarks
 from tests.support.asking import VOCABULARY
-from tests.support.builders import cluster_status
+from tests.support.builders import cluster_status, waker
+from tests.support.models import release
 from tests.support.waiting import until
 
 MODEL = "smollm2-135m-instruct"
@@ -145,12 +147,14 @@ class Router:
         self.adapters: Adapters = NO_ADAPTERS
         stand_in: Any = self.driver
         instruments = self.instruments = Instruments(cluster_status)
-        self.limiter = Limiter(RouterConfig().max_in_flight)
         self.pools = PoolView(lambda keys: {}, time.monotonic)
         self.client = WorkerClient()
         self.ledger = MemoryLedger()
         self.accounts = Accounts(self.ledger, instruments, lambda: 1)
         self.journal = Journal(MemoryRecords(MemoryStore()))
+        usage_book = UsageBook(None, MemoryMarks(), instruments)
+        self.front = Front.of(RouterConfig(), instruments, self.accounts, usage_book)
+        self.limiter = self.front.limiter
         self.service = RouterService(
             LoadedModel(
                 card=ModelCard(
@@ -161,17 +165,16 @@ class Router:
                 content_id="content",
                 facts=facts,
             ),
+            self.front,
             driver=stand_in,
-            looker=ImageLooker(pools=self.pools, client=self.client, config=RouterConfig()),
-            limiter=self.limiter,
-            accounts=self.accounts,
+            holding=Holding(pools=self.pools, held=self.front.held, waker=waker(self.pools), config=RouterConfig()),
+            looker=ImageLooker(pools=self.pools, client=self.client, config=RouterConfig(), waker=waker(self.pools)),
             journal=self.journal,
-            usage_book=UsageBook(None, MemoryMarks(), instruments),
-            instruments=instruments,
-            config=RouterConfig(),
             slo_counts=SloCounts(),
             adapters=lambda: self.adapters,
         )
+        self.table = ModelTable(self.front)
+        self.table.put(release(self.service))
         self._tenants = TenantBook.configured("")
 
     def close(self) -> None:
@@ -180,7 +183,7 @@ class Router:
     @contextlib.asynccontextmanager
     async def inference(self, stall_s: float = 30.0) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
         rpc = RpcServer(SERVICE_NAMES, [Authentication(self._tenants)])
-        InferenceServicer(self.service, stall_s=stall_s).add_to(rpc.server)
+        InferenceServicer(self.table, stall_s=stall_s).add_to(rpc.server)
         port = rpc.bind("127.0.0.1", 0)
         await rpc.start()
         try:
@@ -211,7 +214,7 @@ class Router:
 
     def app(self) -> FastAPI:
         """Its HTTP endpoints."""
-        return create_app(self.service, self._tenants, lambda: "", lambda: b"")
+        return create_app(self.table, self._tenants, lambda: "", lambda: b"")
 
     def _http(self) -> httpx2.AsyncClient:
         return httpx2.AsyncClient(transport=httpx2.ASGITransport(self.app()), base_url="http://baton")
@@ -256,7 +259,7 @@ INVALID = {
     "empty ids": (asked(token_ids=ids()), "empty"),
     "too long": (asked(token_ids=ids(*[5] * 9000)), "shorten"),
     "no room": (asked(token_ids=ids(*[5] * 8000), sampling={"max_tokens": 400}), "lower max_tokens"),
-    "unknown model": (asked(text="a", model="gpt-4"), "not served here"),
+    "unknown model": (asked(text="a", model="gpt-4"), "does not exist"),
     "unknown role": (asked(chat=chat(("wizard", "hi"))), "role"),
     "ids out of range": (asked(token_ids=ids(VOCABULARY)), "vocabulary"),
     "negative max_tokens": (asked(text="a", sampling={"max_tokens": -1}), "max_tokens must be at least 1"),
@@ -298,7 +301,7 @@ async def test_a_bad_request_is_refused_with_a_sentence_and_no_worker_hears_of_i
     router: Router, message: inference_pb2.GenerateRequest, part_of_sentence: str
 ) -> None:
     code, sentence = await router.refusal(message)
-    is_unknown = part_of_sentence == "not served here"
+    is_unknown = part_of_sentence == "does not exist"
     assert code is (grpc.StatusCode.NOT_FOUND if is_unknown else grpc.StatusCode.INVALID_ARGUMENT)
     assert part_of_sentence in sentence
     assert router.driver.num_asked == 0

@@ -12,7 +12,7 @@ from baton.errors import WorkerFailed
 from baton.telemetry import logs
 from deploy.ray_pools.actor import worker_environment
 from tests.support.node_process import actor, node, order, write
-from worker.log import written
+from worker.log import NodeProcess, written
 
 CRASHES = """
 import ctypes, logging, sys, threading
@@ -39,7 +39,7 @@ async def test_all_that_the_process_writes_is_there_up_to_its_crash(tmp_path: Pa
             with pytest.raises(WorkerFailed, match="decode-0 ended before it was ready: Fatal Python error: Segmentat"):
                 await link.start(crashing, "")
             assert (await link.ended()).status < 0
-        lines = written(here.socket, "decode-0")
+        lines = written(NodeProcess(here.socket), "decode-0")
     places = [
         next(number for number, line in enumerate(lines) if words in line)
         for words in (
@@ -59,8 +59,10 @@ async def test_all_that_the_process_writes_is_there_up_to_its_crash(tmp_path: Pa
 async def test_no_more_of_it_is_shown_than_somebody_reads(tmp_path: Path) -> None:
     with node(tmp_path) as here:
         await write(here, "w", *(f"line {number}" for number in range(1000)))
-        assert written(here.socket, "w") == [f"line {number}" for number in range(1000 - logs.MAX_KEPT_LINES, 1000)]
+        assert written(NodeProcess(here.socket), "w") == [
+            f"line {number}" for number in range(1000 - logs.MAX_KEPT_LINES, 1000)
+        ]
         await write(here, "v", "x" * 10_000)
-        assert written(here.socket, "v") == ["x" * logs.MAX_KEPT_CHARACTERS]
+        assert written(NodeProcess(here.socket), "v") == ["x" * logs.MAX_KEPT_CHARACTERS]
     with pytest.raises(WorkerFailed, match=r"the output of w cannot be read from .*socket"):
-        written(here.socket, "w")
+        written(NodeProcess(here.socket), "w")

@@ -30,6 +30,7 @@ from baton.trust import KeyFile, Principal, draw_secret, write_private
 from engine.core.runner import Runner
 from engine.testing import ArithmeticRunner
 from tests.unit.engine.scripted import ScriptedEngine
+from worker.log import NodeProcess
 from worker.process import build_runner, main, serve
 
 ARITHMETIC = TestingConfig(arithmetic=True)
@@ -112,15 +113,15 @@ async def test_a_worker_whose_pairs_cannot_be_ended_drains_and_ends(monkeypatch:
         return 0
 
     @contextlib.asynccontextmanager
-    async def running(*_: Any, node: Path | None) -> AsyncGenerator[tuple[Any, asyncio.Task[None]]]:
-        assert node == Path("socket")
+    async def running(*_: Any, node: NodeProcess | None) -> AsyncGenerator[tuple[Any, asyncio.Task[None]]]:
+        assert node == NodeProcess(Path("socket"))
         ended = asyncio.create_task(asyncio.sleep(60))
         yield SimpleNamespace(member=SimpleNamespace(kv=SimpleNamespace(stuck=stuck.wait)), drain=drain), ended
         ended.cancel()
 
     monkeypatch.setattr("worker.process.running", running)
     config = Config(engine=EngineConfig(block_size=32, num_blocks=8), testing=ARITHMETIC)
-    serving = asyncio.create_task(serve(config, Role.DECODE, "d", "127.0.0.1", node=Path("socket")))
+    serving = asyncio.create_task(serve(config, Role.DECODE, "d", "127.0.0.1", node=NodeProcess(Path("socket"))))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(drained.wait()), 0.5)
     stuck.set()

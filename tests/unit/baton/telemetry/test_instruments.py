@@ -37,17 +37,22 @@ COUNTS = TransferCounts(**{field.name: i for i, field in enumerate(dataclasses.f
 LINKS = (OpenConnections("nccl", "NET/IB", 3), OpenConnections("tcp", "", 2))
 
 
+OF_WORKER = ("worker=", "role=", "model=", "release=")
+MODEL = 'model="tiny"'
+RELEASE = 'release="tiny-1"'
+
+
 def exposed() -> dict[str, dict[str, float]]:
     """By metric and labels, of one worker whose labels are left out."""
     told = worker("d0", load=WorkerLoad(state=WorkerState.READY, transfers=COUNTS, connections=LINKS))
-    instruments = Instruments(lambda: cluster_status(told, mirrored_blocks={"d0": 77}))
+    instruments = Instruments(lambda: cluster_status(told, mirrored_blocks={told.info.content_id: {"d0": 77}}))
     lines = instruments.exposition().decode().splitlines()
     found: dict[str, dict[str, float]] = {}
     for line in lines:
         if line.startswith(("baton_kv_", "baton_mirror_blocks")) and not line.startswith("baton_kv_blocks"):
             name, _, rest = line.partition("{")
             labels, _, value = rest.rpartition("} ")
-            others = sorted(x for x in labels.split(",") if not x.startswith(("worker=", "role=")))
+            others = sorted(x for x in labels.split(",") if not x.startswith(OF_WORKER))
             found.setdefault(name, {})[",".join(others).replace('"', "")] = float(value)
     return found
 
@@ -148,7 +153,7 @@ def samples(instruments: Instruments, *names: str) -> set[str]:
 
 
 def test_every_instrument_is_defined_and_has_the_name_that_is_shown() -> None:
-    instruments = Instruments(lambda: CLUSTER, {"default": SloClassConfig()}, "m")
+    instruments = Instruments(lambda: CLUSTER, {"default": SloClassConfig()}, shows_vllm=True)
     catalogue = instruments.catalogue()
     for name, definition in catalogue.items():
         assert re.fullmatch("(baton|gen_ai_server|process)_[a-z_]+|vllm:[a-z0-9_]+", name)
@@ -192,7 +197,7 @@ def test_the_catalogue_has_what_dashboards_and_rules_ask_for() -> None:
 
 def test_histograms_reach_as_far_as_late_answers_do() -> None:
     """Where the last finite bound is below what happens, every quantile above it is told as that bound."""
-    instruments = Instruments(lambda: NOBODY, vllm_model="m")
+    instruments = Instruments(lambda: NOBODY, shows_vllm=True)
     stages = ("queue", "prefill", "decode")
     for each, labels in (
         (instruments.time_to_first_token, {}),
@@ -230,21 +235,21 @@ def test_objectives_are_shown_where_there_are_any() -> None:
 
 
 def test_what_a_worker_and_the_autoscaler_say() -> None:
-    role = 'role="decode"'
+    role = f'{RELEASE},role="decode"'
     names = ("baton_worker_state", "baton_worker_info", "baton_autoscale_utilisation", "baton_autoscale_wanted_workers")
     assert samples(Instruments(lambda: CLUSTER), *names) == {
-        f'baton_worker_state{{{role},state="starting",worker="d0"}} 0.0',
-        f'baton_worker_state{{{role},state="ready",worker="d0"}} 0.0',
-        f'baton_worker_state{{{role},state="draining",worker="d0"}} 1.0',
-        f'baton_worker_state{{{role},state="dead",worker="d0"}} 0.0',
-        f'baton_worker_info{{block_size="16",engine="e",node="node-7",{role},sampler="s/1",wire_compat="wire",'
+        f'baton_worker_state{{{MODEL},{role},state="starting",worker="d0"}} 0.0',
+        f'baton_worker_state{{{MODEL},{role},state="ready",worker="d0"}} 0.0',
+        f'baton_worker_state{{{MODEL},{role},state="draining",worker="d0"}} 1.0',
+        f'baton_worker_state{{{MODEL},{role},state="dead",worker="d0"}} 0.0',
+        f'baton_worker_info{{block_size="16",engine="e",{MODEL},node="node-7",{role},sampler="s/1",wire_compat="wire",'
         'worker="d0"} 1.0',
-        'baton_autoscale_utilisation{pool="prefill"} 0.25',
-        'baton_autoscale_utilisation{pool="decode"} 0.75',
-        'baton_autoscale_wanted_workers{pool="prefill"} 1.0',
-        'baton_autoscale_wanted_workers{pool="decode"} 3.0',
+        'baton_autoscale_utilisation{model="tiny",pool="prefill",release="tiny-1"} 0.25',
+        'baton_autoscale_utilisation{model="tiny",pool="decode",release="tiny-1"} 0.75',
+        'baton_autoscale_wanted_workers{model="tiny",pool="prefill",release="tiny-1"} 1.0',
+        'baton_autoscale_wanted_workers{model="tiny",pool="decode",release="tiny-1"} 3.0',
     }
-    off = dataclasses.replace(CLUSTER, controller=ControllerInfo(pid=1, address="h:2"))
+    off = cluster_status(Worker(INFO, LOAD), controller=ControllerInfo(pid=1, address="h:2"))
     assert not samples(Instruments(lambda: off), *names[2:]), "the autoscaler is off"
     assert not samples(Instruments(lambda: NOBODY), *names), "nobody is there"
     (build,) = samples(Instruments(lambda: NOBODY), "baton_build_info")
@@ -255,7 +260,7 @@ def test_rows_of_states_are_counted_if_there_are_any() -> None:
     load = dataclasses.replace(LOAD, state_rows=BlockCounts(9, free=4, cached=3, in_use=2))
     status = cluster_status(Worker(INFO, load), worker("w-1"))
     assert samples(Instruments(lambda: status), "baton_state_rows") == {
-        f'baton_state_rows{{role="decode",state="{state}",worker="d0"}} {count:.1f}'
+        f'baton_state_rows{{{MODEL},{RELEASE},role="decode",state="{state}",worker="d0"}} {count:.1f}'
         for state, count in (("free", 4), ("cached", 3), ("in_use", 2))
     }
 
@@ -272,8 +277,9 @@ def test_what_a_worker_computes_with_is_shown() -> None:
     names = ("baton_worker_computes", "baton_worker_fallbacks")
     assert samples(Instruments(lambda: cluster_status(worker("d0", computes=slow))), *names) == {
         'baton_worker_computes{attention="torch",dtype="float16",fused="0",gpu="Tesla T4",graphs="0",kv_copies="",'
-        'kv_dtype="float16",plans_ahead="false",ranks="1",role="decode",weights="exact",worker="d0"} 1.0',
-        'baton_worker_fallbacks{role="decode",worker="d0"} 2.0',
+        'kv_dtype="float16",model="tiny",plans_ahead="false",ranks="1",release="tiny-1",role="decode",weights="exact",'
+        'worker="d0"} 1.0',
+        'baton_worker_fallbacks{model="tiny",release="tiny-1",role="decode",worker="d0"} 2.0',
     }
 
 
@@ -288,16 +294,16 @@ def test_what_will_end_a_cluster_is_shown() -> None:
         certificates=(CertificateTerm("members", 10.0, 20.0),),
     )
     assert samples(Instruments(lambda: status), *names) == {
-        "baton_controller_up 1.0",
-        'baton_unplaced_workers{pool="decode"} 2.0',
-        'baton_worker_failures_total{pool="decode"} 3.0',
+        'baton_controller_up{model="tiny",release="tiny-1"} 1.0',
+        'baton_unplaced_workers{model="tiny",pool="decode",release="tiny-1"} 2.0',
+        'baton_worker_failures_total{model="tiny",pool="decode",release="tiny-1"} 3.0',
         'baton_redis_memory_bytes{kind="used"} 5.0',
         'baton_redis_memory_bytes{kind="limit"} 8.0',
         "baton_redis_evicted_keys_total 1.0",
         'baton_certificate_validity_seconds{certificate="members",end="begins"} 10.0',
         'baton_certificate_validity_seconds{certificate="members",end="ends"} 20.0',
     }
-    assert samples(Instruments(lambda: NOBODY), *names) == {"baton_controller_up 0.0"}
+    assert samples(Instruments(lambda: NOBODY), *names) == {'baton_controller_up{model="tiny",release="tiny-1"} 0.0'}
     boundless = cluster_status(store_memory=StoreMemory(5, 0, 0))
     assert samples(Instruments(lambda: boundless), names[3]) == {'baton_redis_memory_bytes{kind="used"} 5.0'}
 
@@ -316,7 +322,7 @@ def test_the_process_shows_what_it_takes() -> None:
 
 
 def test_drafts_are_shown_by_what_guessed_them() -> None:
-    worker = 'role="decode",worker="d0"'
+    worker = f'{MODEL},{RELEASE},role="decode",worker="d0"'
     assert samples(Instruments(lambda: CLUSTER), "baton_drafted_tokens_total", "baton_accepted_tokens_total") == {
         f'baton_drafted_tokens_total{{kind="lookup",{worker}}} 6.0',
         f'baton_drafted_tokens_total{{kind="model",{worker}}} 3.0',
@@ -334,20 +340,24 @@ def test_common_beginnings_are_shown() -> None:
 
 
 def test_vllms_names_show_the_same_values() -> None:
-    instruments = Instruments(lambda: CLUSTER, vllm_model="m")
+    instruments = Instruments(lambda: CLUSTER, shows_vllm=True)
     for value, error in ((0.3, ""), (0.4, ""), (0.5, "Overloaded")):
-        labels = {"gen_ai.operation.name": "chat", **({"error.type": error} if error else {})}
+        labels = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": "m",
+            **({"error.type": error} if error else {}),
+        }
         instruments.request_duration.record(value, labels)
-    instruments.request_duration.record(0.5, {"gen_ai.operation.name": "text_completion"})
+    instruments.request_duration.record(0.5, {"gen_ai.operation.name": "text_completion", "gen_ai.request.model": "m"})
     for stage, seconds in (("queue", 0.25), ("prefill", 0.5), ("decode", 2.0), ("transfer", 4.0)):
-        instruments.stage_duration.record(seconds, {"stage": stage})
-    instruments.inter_token_latency.record(0.125, times=3)
+        instruments.stage_duration.record(seconds, {"model": "m", "stage": stage})
+    instruments.inter_token_latency.record(0.125, {"model": "m"}, times=3)
     instruments.prompt_tokens.add(100, {"model": "m"})
     instruments.prefix_hit_tokens.add(64, {"model": "m"})
     instruments.finished_choices.add(5, {"model": "m", "reason": "stop"})
     instruments.finished_choices.add(2, {"model": "m", "reason": "length"})
     lines = instruments.exposition().decode().splitlines()
-    worker, model = 'engine="d0",model_name="m"', 'model_name="m"'
+    worker, model = 'engine="d0",model_name="tiny"', 'model_name="m"'
     values = {line for line in lines if line.startswith("vllm:") and "_bucket" not in line and "_created" not in line}
     assert values == {
         f"vllm:num_requests_running{{{worker}}} 3.0",
@@ -385,9 +395,9 @@ def test_what_could_not_be_read_is_counted_by_who_was_sent_it() -> None:
         line for line in exposition.decode().splitlines() if "malformed_messages_total" in line and "#" not in line
     ] == [
         "baton_malformed_messages_total 1.0",
-        'baton_member_malformed_messages_total{role="controller",worker="controller"} 2.0',
-        'baton_member_malformed_messages_total{role="decode",worker="w-0"} 0.0',
-        'baton_member_malformed_messages_total{role="decode",worker="w-1"} 3.0',
+        f'baton_member_malformed_messages_total{{{MODEL},{RELEASE},role="controller",worker="controller"}} 2.0',
+        f'baton_member_malformed_messages_total{{{MODEL},{RELEASE},role="decode",worker="w-0"}} 0.0',
+        f'baton_member_malformed_messages_total{{{MODEL},{RELEASE},role="decode",worker="w-1"}} 3.0',
     ]
 
 
@@ -444,10 +454,13 @@ def test_adapters_are_counted_where_they_are_served() -> None:
         worker("d2", load=LOAD),
     )
     poet = registered_adapter("poet")
-    status = dataclasses.replace(cluster_status(*workers), adapters={poet.name: poet})
+    content = workers[0].info.content_id
+    status = dataclasses.replace(cluster_status(*workers), adapters={content: {poet.name: poet}})
     instruments = Instruments(lambda: status)
     assert samples(instruments, "baton_adapters_resident") == {
-        'baton_adapters_resident{role="decode",worker="d0"} 2.0',
-        'baton_adapters_resident{role="decode",worker="d1"} 0.0',
+        'baton_adapters_resident{model="tiny",release="tiny-1",role="decode",worker="d0"} 2.0',
+        'baton_adapters_resident{model="tiny",release="tiny-1",role="decode",worker="d1"} 0.0',
     }
-    assert samples(instruments, "baton_adapters_registered") == {"baton_adapters_registered 1.0"}
+    assert samples(instruments, "baton_adapters_registered") == {
+        'baton_adapters_registered{model="tiny",release="tiny-1"} 1.0'
+    }

@@ -139,7 +139,8 @@ METHODS = {
 def test_no_map_holds_messages_that_would_have_to_be_looked_into() -> None:
     for descriptor in (*METHODS.values(), worker_pb2.Command.DESCRIPTOR):
         assert holders_of_message_maps(descriptor) == set()
-    assert holders_of_message_maps(admin_pb2.GetStatusResponse.DESCRIPTOR) == {"baton.v1.GetStatusResponse.pools"}
+    pools = {"baton.v1.GetStatusResponse.pools", "baton.v1.ServedModel.pools"}
+    assert holders_of_message_maps(admin_pb2.GetStatusResponse.DESCRIPTOR) == pools
 
 
 @pytest.fixture
@@ -336,7 +337,9 @@ async def dispatching(
         await pools.update([leased(name, address, fields, roles[name]) for name, fields in known.items()])
         instruments = Instruments(builders.cluster_status)
         hints, config = HintTracker(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=worker_wait_s)
-        driver = ChoiceDriver(pools=pools, client=calls, hints=hints, config=config, instruments=instruments)
+        driver = ChoiceDriver(
+            pools=pools, client=calls, hints=hints, config=config, instruments=instruments, waker=builders.waker(pools)
+        )
 
         async def serve(spec: SequenceSpec, choice: Choice) -> list[int]:
             choice.spec = spec

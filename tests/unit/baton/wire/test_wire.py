@@ -610,7 +610,7 @@ def test_a_request_without_objectives_has_no_slo(objectives: dict[str, Any], has
 
 def test_tokenize() -> None:
     request = inference_pb2.TokenizeRequest(model="m", text="hello")
-    assert wire.tokenize_request_from_pb(request) == ("m", api.Text("hello"))
+    assert wire.tokenize_request_from_pb(request) == api.Text("hello")
     response = through_bytes(wire.tokenize_response((1, 2, 3), 100))
     assert (list(response.token_ids), response.max_model_len) == ([1, 2, 3], 100)
 
@@ -765,6 +765,7 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                 "max_adapters": 0,
                 "adapters": [],
                 "adapter_load_s": 0.0,
+                "release": "",
             }
         ],
         "routers": [
@@ -779,6 +780,7 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                 "rejected": 1,
                 "version": "1.3",
                 "ready_workers": 2,
+                "models": [],
             }
         ],
         "redis": {
@@ -786,7 +788,19 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
             "ok": False,
             "garbage": [{"what": "lease", "times": 2**40, "latest": "k: no number"}],
         },
-        "models": [{"id": "m", "path": "/m"}],
+        "models": [
+            {
+                "id": "m",
+                "path": "/m",
+                "content_id": "",
+                "release": "",
+                "share": 1.0,
+                "state": "ready",
+                "pools": {},
+                "held": 0,
+                "wake_s": 0.0,
+            }
+        ],
         "controller": {
             "pid": 3,
             "address": "h:3",
@@ -829,7 +843,9 @@ def test_the_status_names_the_adapters_that_workers_hold() -> None:
     poet = builders.registered_adapter("poet")
     load = dataclasses.replace(builders.READY, adapters=(poet.adapter.digest, "cd" * 32), adapter_load_s=0.25)
     workers = (builders.worker("w0", load=load, max_adapters=4), builders.worker("w1"))
-    status = dataclasses.replace(builders.cluster_status(*workers), adapters={poet.name: poet})
+    status = dataclasses.replace(
+        builders.cluster_status(*workers), adapters={workers[0].info.content_id: {poet.name: poet}}
+    )
     first, second = wire.status_as_json(wire.status_response(status))["workers"]
     assert (first["adapters"], first["max_adapters"]) == (["poet", "cd" * 6], 4)
     assert first["adapter_load_s"] == 0.25
@@ -838,10 +854,10 @@ def test_the_status_names_the_adapters_that_workers_hold() -> None:
 
 def test_registered_adapters_are_listed_by_name() -> None:
     adapters = {name: builders.registered_adapter(name) for name in ("prose", "poet")}
-    shown = [wire.adapter_as_json(each) for each in wire.adapters_response(adapters).adapters]
+    shown = [wire.adapter_as_json(each) for each in wire.adapters_response({"tiny": adapters}).adapters]
     assert [each["name"] for each in shown] == ["poet", "prose"]
     poet = {"path": "/adapters/poet", "digest": "ab" * 32, "rank": 8, "num_bytes": 4096, "since_s": 1_700_000_000.0}
-    assert shown[0] == {"name": "poet", **poet}
+    assert shown[0] == {"name": "poet", **poet, "model": "tiny"}
 
 
 def test_adapter_and_images_of_a_sequence_arrive() -> None:

@@ -131,9 +131,7 @@ class Router(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.asked.append((self.path, self.headers.get("authorization"), None))
-        if self.path == "/v1/models":
-            self._send(200, json.dumps({"data": [{"id": "a-model"}]}))
-        elif self.path == "/api/workers/decode-0/log":
+        if self.path.partition("?")[0] == "/api/workers/decode-0/log":
             self._send(200, json.dumps({"worker": "decode-0", "lines": ["one", "two"]}))
         else:
             self._send(403, json.dumps({"error": {"message": "operators only"}}))
@@ -169,12 +167,12 @@ def router() -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_chat_over_http_is_streamed_with_the_key_and_the_model_that_is_served(router: str) -> None:
-    speaker = HttpSpeaker(HttpClient(router, Access("key"), 10), {"max_tokens": 3})
+def test_a_chat_over_http_is_streamed_with_the_key_and_the_model(router: str) -> None:
+    speaker = HttpSpeaker(HttpClient(router, Access("key"), 10), {"max_tokens": 3}, "a-model")
     said = ChatMessage(role="user", content="Hi")
     assert [piece for piece in speaker.answer([said]) if piece] == ["Hel", "lo"]
-    assert Router.asked[0] == ("/v1/models", "Bearer key", None)
-    assert Router.asked[1][2] == {
+    assert Router.asked[0][:2] == ("/v1/chat/completions", "Bearer key")
+    assert Router.asked[0][2] == {
         "model": "a-model",
         "messages": [{"role": "user", "content": "Hi"}],
         "stream": True,
@@ -187,6 +185,8 @@ def test_a_chat_over_http_is_streamed_with_the_key_and_the_model_that_is_served(
 def test_a_workers_log_comes_from_the_first_router_that_answers(router: str) -> None:
     endpoints = [HttpClient("http://127.0.0.1:1", Access(), 10), HttpClient(router, Access(), 10)]
     assert read_worker_log(endpoints, "decode-0") == ["one", "two"]
+    assert read_worker_log(endpoints, "decode-0", "org/a b") == ["one", "two"]
+    assert Router.asked[-1][0] == "/api/workers/decode-0/log?model=org%2Fa%20b"
     with pytest.raises(Forbidden, match="operators only"):
         read_worker_log(endpoints, "decode-1")
     with pytest.raises(NoWorker, match=r"no router answers at http://127\.0\.0\.1:1 "):

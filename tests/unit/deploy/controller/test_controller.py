@@ -34,7 +34,7 @@ from deploy.ray_pools import actors as ray_actors
 from deploy.ray_pools.actors import RayActors, Started
 from deploy.ray_pools.ray_import import ray
 from kvstore.index import CountingMirror, MemoryStore
-from kvstore.leases import MemoryLeases
+from kvstore.leases import MemoryEndpoint, MemoryLeases
 from tests.integration.cluster import free_port
 from tests.support.builders import worker_info
 from tests.support.waiting import until
@@ -207,6 +207,7 @@ class Bench:
             malformed=MalformedCount(),
             actors=self.actors,
             leases=self.leases,
+            endpoint=MemoryEndpoint(self.store, lease_s=lease_s),
             mirror=CountingMirror(),
             path=path,
             state=state,

@@ -150,6 +150,52 @@ def test_workers_on_cpus_have_room_beside_those_of_another_pool(
     )
 
 
+def test_the_workers_of_all_models_share_the_memory_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine_with(monkeypatch, free_gib=9.0, gpus_gib=[])
+    big = a_config(tmp_path)
+    narrow = replace(big, model=replace(big.model, dtype="bfloat16"))
+    own = (9 - 1 - 2 * 1.75 - 2 * 1.25) / 4 / 2
+    assert preflight.with_kv_size(big, [narrow]).engine.kv_cache_gib == own
+    assert preflight.with_kv_size(narrow, [big]).engine.kv_cache_gib == own, "each pool has the same size"
+    fixed = replace(narrow, engine=EngineConfig(kv_cache_gib=0.5))
+    assert preflight.with_kv_size(big, [fixed]).engine.kv_cache_gib == (9 - 1 - 2 * 1.75 - 2 * 1.75) / 2 / 2
+    growing = replace(narrow, autoscale=AutoscaleConfig(enabled=True, max_workers=3))
+    of_five = (9 - 1 - 2 * 1.75 - 3 * 1.25) / 5 / 2
+    assert preflight.with_kv_size(big, [growing]).engine.kv_cache_gib == pytest.approx(of_five)
+    elsewhere = replace(narrow, testing=TestingConfig(arithmetic=True))
+    assert preflight.with_kv_size(big, [elsewhere]) == preflight.with_kv_size(big), "it has no weights"
+    two = replace(big, engine=EngineConfig(kv_cache_gib=2.0))
+    with pytest.raises(ConfigError, match="4 KV pools of 2 GiB do not fit"):
+        preflight.with_kv_size(two, [replace(narrow, engine=two.engine)])
+
+
+def test_the_workers_of_all_models_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller of each model sees all GPUs, and would give them all to its own workers."""
+    machine_with(monkeypatch, gpus_gib=[80.0])
+    big = a_config(tmp_path)
+    small = replace(big, model=replace(big.model, served_name="small"), cluster=replace(big.cluster, prefill=0))
+    assert preflight.with_gpu_shares([big]) == [big]
+    shared = preflight.with_gpu_shares([big, small])
+    assert [each.gpus_per_worker(pool) for each in shared for pool in Role] == [0.3333] * 4
+    configured = replace(small, cluster=replace(small.cluster, gpus_per_worker=0.6))
+    with pytest.raises(ConfigError, match="have room for 1 of 3 workers"):
+        preflight.with_gpu_shares([big, configured])
+    on_cpu = replace(small, model=replace(small.model, device="cpu"))
+    assert preflight.with_gpu_shares([big, on_cpu])[1] == on_cpu
+    assert preflight.with_gpu_shares([big, on_cpu])[0].gpus_per_worker(Role.DECODE) == 0.5
+    ranks = a_config(tmp_path, {"tensor_parallel": 2})
+    monkeypatch.setattr(machine, "nvidia_driver", lambda: "580.1")
+    machine_with(monkeypatch, gpus_gib=[80.0] * 4)
+    on_gpus = replace(ranks, model=replace(ranks.model, device="cuda"))
+    preflight.require_gpus(on_gpus)
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel needs 8 here"):
+        preflight.require_gpus(on_gpus, [on_gpus])
+    machine_with(monkeypatch, gpus_gib=[])
+    assert preflight.with_gpu_shares([big, small]) == [big, small]
+
+
 def test_what_is_not_known_here_is_left_to_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine_with(monkeypatch, free_gib=0.1, gpus_gib=[])
     for config in (

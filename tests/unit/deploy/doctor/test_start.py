@@ -45,8 +45,8 @@ def test_what_is_wrong_is_shown_beside_the_rest(tmp_path: Path) -> None:
     assert "does not divide the 4 heads" in checks["model"].found
     assert checks["settings"].state == "ok"
     with pytest.raises(ConfigError, match="does not divide the 4 heads"):
-        start.require_model(config)
-    start.require(config)
+        start.require_models([config])
+    start.require([config])
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_packages_that_are_missing_are_shown_by_one_check_and_stop_a_start(
     monkeypatch.setattr(preflight, "require_packages", raiser(sentence))
     assert "packages" not in names(a_config(tmp_path), is_running=False)
     with pytest.raises(ConfigError, match="ray is not installed"):
-        start.require(a_config(tmp_path))
+        start.require([a_config(tmp_path)])
 
 
 def test_what_cannot_run_with_these_settings_comes_with_its_own_remedy() -> None:

@@ -96,7 +96,7 @@ async def test_what_is_waited_for_is_shown_until_it_is_there(monkeypatch: pytest
 
     monkeypatch.setattr(up, "SHOW_S", 0.01)
     said = io.StringIO()
-    ray = RayCluster(Config(), tmp_path / "state.json", member_files("", tmp_path).files)
+    ray = RayCluster([Config()], [tmp_path / "state.json"], member_files("", tmp_path).files)
     showing = asyncio.create_task(up._show_waiting(ray, Console(file=said, width=120)))
     await until(lambda: "0 s: waiting for Ray\n" in said.getvalue())
     ray.awaited = "the workers"

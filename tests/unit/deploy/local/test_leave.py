@@ -101,12 +101,15 @@ def worker_process(folder: Path) -> Generator[None]:
         "decode",
         "decode-0",
         HOST,
+        "--cluster",
+        "baton",
     ]
     with subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}) as worker:
         try:
             wait_until(lambda: (folder / "runs").exists() or worker.poll() is not None)
             assert worker.poll() is None
-            assert workers_on({HOST}).keys() == {"decode-0"}
+            assert workers_on({HOST}).keys() == workers_on({HOST}, "baton").keys() == {"decode-0"}
+            assert not workers_on({HOST}, "baton-2"), "those of another model stay"
             yield
             assert worker.wait() == -15
         finally:

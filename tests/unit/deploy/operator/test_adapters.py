@@ -27,7 +27,13 @@ class Admin:
 
     def add(self, request: admin_pb2.AddAdapterRequest, context: Any) -> admin_pb2.AddAdapterResponse:
         adapter = admin_pb2.RegisteredAdapter(
-            name=request.name, path=request.path, digest="ab" * 32, rank=8, num_bytes=3 * 2**19, since_s=1_700_000_000
+            name=request.name,
+            path=request.path,
+            digest="ab" * 32,
+            rank=8,
+            num_bytes=3 * 2**19,
+            since_s=1_700_000_000,
+            model="base",
         )
         is_replaced = request.name in self.adapters
         self.adapters[request.name] = adapter
@@ -102,6 +108,7 @@ def test_documents_hold_all_that_is_known(client: Client, capsys: pytest.Capture
         "rank": 8,
         "num_bytes": 3 * 2**19,
         "since_s": 1_700_000_000,
+        "model": "base",
     }
     assert json.loads(said(capsys)) == {**adapter, "is_replaced": False}
     manage(client, "list", "", "", True)

@@ -199,3 +199,43 @@ def test_all_routers_are_asked_for_a_request_since_each_knows_its_own() -> None:
     finally:
         for server in (first, second):
             server.stop(0).wait(30)
+
+
+def test_every_query_and_order_names_the_model_of_the_client() -> None:
+    """The router refuses an order without a model if it serves several."""
+    asked: list[tuple[str, str]] = []
+    answers: dict[str, Any] = {
+        **{name: getattr(admin_pb2, f"{name}Response")() for name in ("ScalePool", "DrainWorker", "SetWorkerRole")},
+        **{name: getattr(admin_pb2, f"{name}Response")() for name in ("AddAdapter", "RemoveAdapter", "ListAdapters")},
+        "WakeModel": admin_pb2.WakeModelResponse(),
+        "GetStatus": admin_pb2.GetStatusResponse(redis=admin_pb2.Redis()),
+    }
+
+    def handler(name: str) -> grpc.RpcMethodHandler[Any, Any]:
+        def answer(request: Any, context: Any) -> Any:
+            asked.append((name, request.model))
+            return answers[name]
+
+        kind = getattr(admin_pb2, f"{name}Request")
+        return grpc.unary_unary_rpc_method_handler(answer, kind.FromString, type(answers[name]).SerializeToString)
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    handlers = {name: handler(name) for name in answers}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.Admin", handlers),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        for model in ("small", ""):
+            with contextlib.closing(Client(address, model=model)) as client:
+                client.status()
+                client.scale("decode", 2)
+                client.drain("worker-0")
+                client.set_role("worker-0", "prefill")
+                client.wake()
+                client.add_adapter("a", "/a")
+                client.remove_adapter("a")
+                client.adapters()
+            assert sorted(asked) == sorted((name, model) for name in answers)
+            asked.clear()
+    finally:
+        server.stop(0).wait(30)

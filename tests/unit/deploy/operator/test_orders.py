@@ -1,13 +1,14 @@
-"""Orders of an operator that would leave a pool without a worker are asked for twice."""
+"""Orders of an operator: those that would leave a pool without a worker are asked for twice."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from baton.errors import Conflict
-from deploy.operator.orders import set_role
+from deploy.operator.orders import set_role, wake
 from deploy.terminal import Terminal
 
 
@@ -52,3 +53,34 @@ def test_one_of_several_may_leave() -> None:
     client = Client(("w0", "prefill", "ready"), ("w1", "prefill", "ready"))
     order(client, "w0", "decode")
     assert client.ordered == [("w0", "decode")]
+
+
+class Sleeping:
+    """A client of a cluster whose model is ready after a few looks."""
+
+    def __init__(self, *states: str) -> None:
+        self.states = [*states]
+        self.is_woken = False
+
+    def wake(self) -> None:
+        self.is_woken = True
+
+    def status(self) -> dict[str, Any]:
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return {"models": [{"state": state}]}
+
+
+def woken(client: Any, timeout_s: float, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    wake(client, Terminal(), "m", timeout_s=timeout_s, as_json=True)
+    assert client.is_woken
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_model_is_woken_and_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    client = Sleeping("asleep", "waking", "ready")
+    assert woken(client, 60.0, capsys)["state"] == "ready"
+    assert client.states == ["ready"]
+    assert woken(Sleeping("waking", "ready"), 0.0, capsys)["state"] == "waking", "without a wait"
+    with pytest.raises(Conflict, match=r"not done within 0\.01 s \(m: down\)"):
+        woken(Sleeping("down"), 0.01, capsys)

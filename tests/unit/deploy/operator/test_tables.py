@@ -12,12 +12,16 @@ from baton.cluster import Computes
 from deploy.operator.tables import (
     computing_lines,
     connection_lines,
+    controller_lines,
     engine_lines,
     garbage_lines,
     in_order,
+    model_in_words,
+    model_table,
     pool_lines,
     state_lines,
     transfer_table,
+    with_releases,
     worker_table,
 )
 
@@ -156,4 +160,57 @@ def test_workers_are_listed_by_engine_and_sampler() -> None:
         "engine unknown, sampler unknown: d1 (decode)",
         "engine arithmetic, sampler s/1: d3 (decode)",
         "engine transformers, sampler s/1: d0 (decode), d2 (decode)",
+    ]
+
+
+BIG = {"id": "big", "release": "big-1", "share": 1.0, "state": "ready"}
+POOL = {"ready": 1, "desired": 2}
+
+
+def rows(table: Table) -> list[list[str]]:
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.split() for line in captured.get().splitlines()]
+
+
+def test_each_model_has_a_row_with_its_state_and_its_share_of_a_name() -> None:
+    models: list[dict[str, Any]] = [
+        {**BIG, "release": "big-2", "share": 3.0, "pools": {"prefill": POOL, "decode": POOL}},
+        BIG,
+        {"id": "small", "release": "s", "share": 1.0, "state": "asleep", "held": 7, "wake_s": 41.2},
+        {**BIG, "id": "off", "release": "off-1", "share": 0.0},
+        {**BIG, "id": "off", "release": "off-2", "share": 0.0},
+    ]
+    assert rows(model_table(models))[1:] == [
+        ["big", "big-1", "25%", "ready", "-", "-", "0"],
+        ["big", "big-2", "75%", "ready", "1", "of", "2", "1", "of", "2", "0"],
+        ["off", "off-1", "0%", "ready", "-", "-", "0"],
+        ["off", "off-2", "0%", "ready", "-", "-", "0"],
+        ["small", "s", "asleep,", "woke", "in", "41", "s", "last", "time", "-", "-", "7"],
+    ]
+    assert [model_in_words(each) for each in models[1:3]] == ["big", "small (asleep)"]
+    assert model_in_words({"id": "of an older release"}) == "of an older release"
+
+
+def test_workers_of_several_models_are_told_apart() -> None:
+    """Each model has a worker-0. With one model nothing changes."""
+    workers = [WORKER | {"release": "b", "role": "prefill"}, WORKER | {"release": "a"}]
+    shown = in_order(workers)
+    table = rows(worker_table(shown))
+    assert table[0][:2] == ["release", "worker"]
+    assert [row[:3] for row in table[1:]] == [["a", "worker-0", "decode"], ["b", "worker-0", "prefill"]]
+    assert [each["id"] for each in with_releases(shown)] == ["a/worker-0", "b/worker-0"]
+    assert with_releases(workers[:1]) == workers[:1]
+    assert rows(worker_table(workers[:1]))[0][0] == "worker"
+
+
+def test_each_model_s_controller_has_a_line() -> None:
+    known = {"pid": 7, "address": "h:1"}
+    assert controller_lines({"models": [BIG], "controller": known}) == ["controller: pid 7, h:1"]
+    assert controller_lines({"models": [BIG]}) == ["controller: none known"]
+    several = [{**BIG, "controller": known}, {**BIG, "release": "big-2"}]
+    assert controller_lines({"models": several}) == [
+        "controller of big-1: pid 7, h:1",
+        "controller of big-2: none known",
     ]

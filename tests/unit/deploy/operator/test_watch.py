@@ -245,7 +245,7 @@ def test_an_interrupt_that_is_lost_in_a_destructor_ends_the_watch(monkeypatch: p
     class AskedTwice:
         num_calls = 0
 
-        def __init__(self, *_: object) -> None: ...
+        def __init__(self, *_: object, model: str) -> None: ...
 
         def status(self) -> Any:
             self.num_calls += 1

@@ -27,7 +27,7 @@ from deploy.ray_pools.actor import own_redis_url, own_secret
 from deploy.ray_pools.node import SOCKET
 from deploy.ray_pools.node_link import WorkerEnd
 from tests.support.node_process import Alone, let_go, node
-from worker.log import written
+from worker.log import NodeProcess, written
 
 
 async def test_why_a_worker_does_not_start_is_in_its_container_s_log(
@@ -111,11 +111,11 @@ async def test_a_worker_knows_its_node_process(tmp_path: Path, monkeypatch: pyte
         worker = Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode")
         with pytest.raises(WorkerFailed):
             await worker.start()
-        *streams, arguments = written(here.socket, "worker-0")
+        *streams, arguments = written(NodeProcess(here.socket, "baton"), "worker-0")
         await let_go(worker)
     assert streams == ["out", "err"]
     assert arguments.startswith(
-        f"['worker', 'decode', 'worker-0', '127.0.0.1', '--node', '{here.socket}', '--ready-fd'"
+        f"['worker', 'decode', 'worker-0', '127.0.0.1', '--node', '{here.socket}', '--cluster', 'baton', "
     )
 
 

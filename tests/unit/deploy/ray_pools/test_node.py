@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from baton.errors import WorkerFailed
 from baton.rpc import RpcServer, channel
 from deploy.ray_pools.node import IDLE_S, MAX_KEPT_BYTES, MAX_KEPT_IDS, MAX_KEPT_LINES, WorkersHere, end_in_words
 from deploy.ray_pools.node_link import NodeLink, why_away
+from deploy.ray_pools.supervisor import WorkerName
 from tests.support.node_process import PATIENT_S, REPORT, SERVES, actor, is_alive, node, order, write
 from tests.support.waiting import until, wait_until
-from worker.log import _kept, written
+from worker.log import NodeProcess, _kept, written
 
 
 async def test_what_ray_and_workers_write_comes_out_as_log_lines(tmp_path: Path) -> None:
@@ -46,7 +48,7 @@ async def test_what_ray_and_workers_write_comes_out_as_log_lines(tmp_path: Path)
 async def test_the_latest_lines_of_a_worker_can_be_asked_for(tmp_path: Path) -> None:
     """Those of an earlier process with its id come first: they are why it is a new one."""
     with node(tmp_path, "text") as here:
-        asked = here.socket
+        asked = NodeProcess(here.socket)
         await write(here, "decode-0", "Fatal Python error: Aborted", json.dumps({"message": "m"}))
         await write(here, "prefill-0", "another's")
         await write(here, "decode-0", "it starts again")
@@ -62,6 +64,31 @@ async def test_the_latest_lines_of_a_worker_can_be_asked_for(tmp_path: Path) -> 
         assert written(asked, "decode-0") == [], "of so many, the one that wrote first is forgotten"
     with pytest.raises(WorkerFailed, match="the output of decode-0 cannot be read"):
         written(asked, "decode-0")
+
+
+async def test_workers_of_two_clusters_share_a_node_and_an_id(tmp_path: Path) -> None:
+    """Each model of a machine has a worker-0 of its own. Neither ends the other, and each has its own output."""
+    with node(tmp_path, "text") as here:
+        await write(here, "worker-0", "before")
+        async with actor(here, "worker-0", "a", "big-1") as big, actor(here, "worker-0", "b", "small-2") as small:
+            loud = f"print('of the big one', flush=True)\n{SERVES}"
+            await big.start(order(loud), "one")
+            await small.start(order(), "two")
+            await here.wait_for("big-1/worker-0 starts: one; small-2/worker-0 starts: two")
+            for link in (big, small):
+                link.say("ready")
+            await here.wait_for("big-1/worker-0 takes traffic; small-2/worker-0 takes traffic", "ready", "started")
+            assert written(NodeProcess(here.socket, "a"), "worker-0") == ["of the big one"]
+            assert written(NodeProcess(here.socket, "b"), "worker-0") == []
+            small.send_signal(signal.SIGTERM)
+            await small.ended()
+            await here.wait_for("big-1/worker-0 takes traffic\n", "ready", "started")
+            big.send_signal(signal.SIGTERM)
+            await big.ended()
+        out = here.end()
+    assert re.search(r"^\[worker-0\] before$", out, re.MULTILINE), "as long as one cluster is here"
+    assert re.search(r"^\[big-1/worker-0\] of the big one$", out, re.MULTILINE)
+    assert re.search(r"^\[small-2/worker-0\] .* small-2/worker-0 has left", out, re.MULTILINE)
 
 
 async def test_for_people_a_line_stays_as_it_is(tmp_path: Path) -> None:
@@ -165,8 +192,8 @@ async def test_for_want_of_memory_the_kernel_kills_a_worker_first(tmp_path: Path
     with node(tmp_path, "text") as here:
         async with actor(here, "decode-0") as link:
             await link.start(order(shows), "")
-            await until(lambda: bool(written(here.socket, "decode-0")), PATIENT_S)
-            pid = int(written(here.socket, "decode-0")[0])
+            await until(lambda: bool(written(NodeProcess(here.socket), "decode-0")), PATIENT_S)
+            pid = int(written(NodeProcess(here.socket), "decode-0")[0])
             assert oom_score(pid) == 1000
             assert oom_score(here.process.pid) == oom_score(os.getpid())
 
@@ -199,9 +226,9 @@ async def test_a_worker_that_loses_its_actor_before_it_is_ready_is_killed(tmp_pa
     with node(tmp_path, "text") as here:
         async with actor(here, "decode-0") as link:
             starting = asyncio.create_task(link.start(order(loads), ""))
-            await until(lambda: bool(written(here.socket, "decode-0")), PATIENT_S)
+            await until(lambda: bool(written(NodeProcess(here.socket), "decode-0")), PATIENT_S)
             starting.cancel()
-        pid = int(written(here.socket, "decode-0")[0])
+        pid = int(written(NodeProcess(here.socket), "decode-0")[0])
         await until(lambda: not is_alive(pid), PATIENT_S)
         assert "decode-0 has lost its Ray actor before it was ready: it is killed" in here.end()
 
@@ -215,9 +242,9 @@ async def test_a_worker_that_hangs_does_not_stay_without_an_actor(tmp_path: Path
             await link.start(order(hangs, orphan_s=60.0 if is_told else 0.2, end_s=0.2), "")
             if is_told:
                 link.send_signal(signal.SIGTERM)
-                await until(lambda: bool(written(here.socket, "decode-0")), PATIENT_S)
+                await until(lambda: bool(written(NodeProcess(here.socket), "decode-0")), PATIENT_S)
         pids = await until(
-            lambda: [int(line) for line in written(here.socket, "decode-0") if line.isdigit()], PATIENT_S
+            lambda: [int(line) for line in written(NodeProcess(here.socket), "decode-0") if line.isdigit()], PATIENT_S
         )
         pid = pids[0]
         await until(lambda: not is_alive(pid), PATIENT_S)
@@ -229,7 +256,7 @@ async def test_a_start_replaces_a_process_that_was_given_up(tmp_path: Path) -> N
     pids = []
     with node(tmp_path) as here:
         for _ in range(2):
-            link = await NodeLink.open(str(here.socket), "decode-0")
+            link = await NodeLink.open(str(here.socket), WorkerName("", "decode-0"))
             await link.start(order(), "")
             children = psutil.Process(here.process.pid).children()
             pids.append({each.pid for each in children if "-c" in each.cmdline() and "sh" not in each.cmdline()[0]})
@@ -266,9 +293,11 @@ async def test_gpus_of_workers_that_ray_has_forgotten_are_not_given_away(tmp_pat
             await zero.ended()
         async with actor(here, "decode-0") as zero:
             await zero.start(order(shows, gpus=["1"], share=1.0), "")
-            wait_until(lambda: [line for line in written(here.socket, "decode-0") if line.isdigit()] == ["0", "0"])
-            assert written(here.socket, "decode-1")[0] == "1"
-            assert "decode-1 has lost its Ray actor" in written(here.socket, "decode-1")[1]
+            wait_until(
+                lambda: [line for line in written(NodeProcess(here.socket), "decode-0") if line.isdigit()] == ["0", "0"]
+            )
+            assert written(NodeProcess(here.socket), "decode-1")[0] == "1"
+            assert "decode-1 has lost its Ray actor" in written(NodeProcess(here.socket), "decode-1")[1]
 
 
 async def test_ray_is_started_again_while_workers_run(tmp_path: Path) -> None:
@@ -344,10 +373,10 @@ def test_a_node_without_a_worker_has_nothing_to_wait_for() -> None:
     here = WorkersHere(0.0)
     here.look(IDLE_S - 1)
     assert not here.is_started
-    here.become("decode-0", "starting", "")
+    here.become(WorkerName("", "decode-0"), "starting", "")
     here.look(IDLE_S + 1)
     assert not here.is_started
-    here.forget("decode-0", IDLE_S + 1)
+    here.forget(WorkerName("", "decode-0"), IDLE_S + 1)
     here.look(IDLE_S + 2)
     assert not here.is_started
     here.look(2 * IDLE_S + 1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +21,13 @@ from router.admission import (
     check_request_id,
     check_resume,
     check_vocabulary,
+    model_not_found,
+    nearest_model,
     sampling_params,
     with_lengths,
 )
 from router.admission.gate import CROWDED, CROWDED_S
+from router.admission.limits import Limits
 from router.admission.tenants import Tenant
 
 FACTS = ModelFacts(
@@ -77,9 +81,35 @@ def test_what_is_continued_is_of_this_request(
 def test_the_model_may_be_left_out_but_not_mistaken() -> None:
     check_model("", FACTS)
     check_model("tiny", FACTS)
-    with pytest.raises(ModelNotFound, match="the model 'Tiny' is not served here; use 'tiny'") as refusal:
+    with pytest.raises(ModelNotFound, match="the model 'Tiny' does not exist; did you mean 'tiny'") as refusal:
         check_model("Tiny", FACTS)
     assert (refusal.value.param, refusal.value.http) == ("model", 404)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "sentence"),
+    [
+        ("lama-3", ["gpt", "llama-3", "llama-2"], "the model 'lama-3' does not exist; did you mean 'llama-3'?"),
+        ("qwen", ["tiny"], "the model 'qwen' does not exist; use 'tiny'"),
+        ("qwen", ["tiny", "poet"], "the model 'qwen' does not exist; /v1/models lists those that you can use"),
+        ("qwen", [], "the model 'qwen' does not exist; no model is available to this API key"),
+        ("x\ny", ["tiny"], r"the model 'x\ny' does not exist; use 'tiny'"),
+    ],
+)
+def test_a_name_that_is_not_served_leads_to_those_that_are(name: str, known: list[str], sentence: str) -> None:
+    error = model_not_found(name, known)
+    assert str(error).startswith(sentence)
+    assert (error.param, error.http, error.status) == ("model", 404, "NOT_FOUND")
+
+
+def test_a_name_is_looked_for_among_thousands_in_a_moment() -> None:
+    """Adapters' names may all be alike, and clients may send a name of any length."""
+    known = [f"adapter-of-the-customer-{number * 7919 % 10_000:05d}" for number in range(10_000)]
+    start = time.process_time()
+    assert nearest_model("Adapter-of-the-customer-0791", known).startswith("adapter-of-the-customer-0791")
+    assert nearest_model("adapter-of-the-customer-" + "x" * 10**6, known) == ""
+    assert len(str(model_not_found("x" * 10**6, known))) < 400
+    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.parametrize("prompt", [[0], [499], [1] * 99])
@@ -198,8 +228,10 @@ def test_bad_values_are_refused_by_name(asked: dict[str, Any], param: str) -> No
 
 
 def test_an_answer_is_no_longer_than_the_tenant_may_have() -> None:
-    facts = FACTS.of(Tenant(id="acme", max_answer_tokens=30))
-    assert FACTS.of(Tenant(id="acme")) is FACTS
+    facts = FACTS.of(Tenant(id="acme", max_answer_tokens=30), "tiny")
+    assert FACTS.of(Tenant(id="acme"), "tiny") is FACTS
+    of_models = Tenant(id="acme", max_answer_tokens=50, model_limits=(("tiny*", Limits(max_answer_tokens=30)),))
+    assert (FACTS.of(of_models, "tiny"), FACTS.of(of_models, "poet").max_answer_tokens) == (facts, 50)
     assert params_of({}, facts).max_tokens == 30
     assert params_of({}, replace(facts, default_max_tokens=10)).max_tokens == 10
     assert params_of({}, replace(facts, max_answer_tokens=90)).max_tokens == 80

@@ -26,13 +26,14 @@ from baton.rpc import RpcServer, channel, from_rpc_error
 from baton.sampling import SamplingParams
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from deploy.operator.client import Client
+from router.admission.limits import Limits
 from router.admission.tenants import DEFAULT_TENANT, Tenant, TenantBook, api_key_of
 from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentication
 from router.api.openai import error_body
-from router.api.orders import ControllerClient
 from router.prompt import SequenceBuilder
 from router.timeline.log import RequestLog
-from tests.support.builders import cluster_status, no_adapters
+from tests.support.builders import cluster_status
+from tests.support.models import operated
 
 
 def digest(key: str) -> str:
@@ -69,6 +70,34 @@ def test_a_key_tells_its_tenant(book: TenantBook) -> None:
     acme = Tenant(id="acme", weight=2, slo_class="interactive", max_priority=5, cache_scope="")
     assert book.identify("key-a") == book.identify("key-a2") == acme
     assert book.identify("ключ") == Tenant(id="zeta", cache_scope="acme")
+
+
+def test_a_tenant_has_models_and_limits_with_each(tmp_path: Path) -> None:
+    book = load(
+        tmp_path,
+        f"""
+acme:
+  key_sha256: [{digest("key-a")}]
+  requests_per_minute: 600
+  models: [llama-*, "*poet"]
+  model_limits:
+    llama-70b: {{requests_per_minute: 60, max_in_flight: 4}}
+    llama-8b: {{}}
+    "llama-*": {{tokens_per_minute: 5, tokens_per_day: 6, max_answer_tokens: 7}}
+zeta: {{key_sha256: [{digest("key-z")}], models: [], model_limits: {{}}}}
+""",
+    )
+    assert book.identify("key-a") == Tenant(
+        id="acme",
+        requests_per_minute=600,
+        models=("llama-*", "*poet"),
+        model_limits=(
+            ("llama-70b", Limits(requests_per_minute=60, max_in_flight=4)),
+            ("llama-8b", Limits()),
+            ("llama-*", Limits(tokens_per_minute=5, tokens_per_day=6, max_answer_tokens=7)),
+        ),
+    )
+    assert book.identify("key-z") == Tenant(id="zeta")
 
 
 @pytest.mark.parametrize("key", [None, "", "key-b", "KEY-A", "key-a ", digest("key-a"), "x" * 100_000, "\udc80"])
@@ -144,6 +173,37 @@ A, B = digest("a"), digest("b")
         (f"acme: {{key_sha256: [{A}], tokens_per_day: {10**12 + 1}}}", "tokens_per_day must be a whole number from 1"),
         (f"acme: {{key_sha256: [{A}], max_in_flight: true}}", "max_in_flight must be a whole number from 1"),
         (f"acme: {{key_sha256: [{A}], max_answer_tokens: -1}}", "max_answer_tokens must be a whole number from 1"),
+        (f"acme: {{key_sha256: [{A}], models: llama}}", "tenant 'acme': models must be a list of at most 64 patterns"),
+        (f"acme: {{key_sha256: [{A}], models:}}", "tenant 'acme': models must be a list"),
+        (f"acme: {{key_sha256: [{A}], models: [3]}}", "models must be a list"),
+        (f"acme: {{key_sha256: [{A}], models: ['']}}", "models must be a list"),
+        (f"acme: {{key_sha256: [{A}], models: [{'x' * 257}]}}", "each of 1 to 256 printable characters"),
+        (f'acme: {{key_sha256: [{A}], models: ["a\\nb"]}}', "models must be a list"),
+        (f"acme: {{key_sha256: [{A}], models: [{', '.join('a' * 65)}]}}", "models must be a list of at most 64"),
+        (f"acme: {{key_sha256: [{A}], model_limits: [a]}}", "tenant 'acme': model_limits must be a section of limits"),
+        (
+            f"acme: {{key_sha256: [{A}], model_limits: {{7: {{}}}}}}",
+            "model_limits must be a section of limits by at most",
+        ),
+        (f"acme: {{key_sha256: [{A}], model_limits: {{a: 5}}}}", "'acme': model_limits of 'a' must be a section with"),
+        (
+            f"acme: {{key_sha256: [{A}], model_limits: {{'a*': {{weight: 5}}}}}}",
+            "tenant 'acme': model_limits of 'a*': unknown field 'weight'; known here: max_answer_tokens,",
+        ),
+        (
+            f"acme: {{key_sha256: [{A}], model_limits: {{a: {{max_in_flight: 0}}}}}}",
+            "tenant 'acme': model_limits of 'a': max_in_flight must be a whole number from 1",
+        ),
+        (
+            f"acme: {{key_sha256: [{A}], model_limits: {{a: {{max_in_flight: 1}}, a: {{}}}}}}",
+            "tenant 'acme': model_limits of 'a' is listed twice",
+        ),
+        (
+            f"acme: {{key_sha256: [{A}], model_limits: {{{', '.join(f'm{i}: {{}}' for i in range(65))}}}}}",
+            "model_limits must be a section of limits by at most 64 patterns",
+        ),
+        (f"acme: {{key_sha256: [{A}], [a]: 5}}", "cannot read"),
+        (f"acme: {{key_sha256: [{A}], 5: 5}}", "tenant 'acme': unknown field 5; known here"),
         (f"acme: {{key_sha256: [{A}], max_priority: {2**31}}}", "max_priority must be a whole number"),
         (f"acme: {{key_sha256: [{A}], slo_class: 3}}", "slo_class must be a string"),
         (f"acme: {{key_sha256: [{A}], cache_scope: 3}}", "cache_scope must be a string"),
@@ -245,7 +305,7 @@ NOTHING_RUNS = cluster_status(redis_ok=False)
 async def connection(book: TenantBook) -> AsyncGenerator[grpc.aio.Channel]:
     rpc = RpcServer(SERVICE_NAMES, [Authentication(book)])
     inference_pb2_grpc.add_InferenceServicer_to_server(SERVICER, rpc.server)
-    admin = AdminServicer(lambda: NOTHING_RUNS, RequestLog(), ControllerClient(lambda: None), no_adapters())
+    admin = AdminServicer(lambda models: NOTHING_RUNS, RequestLog(), operated())
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()

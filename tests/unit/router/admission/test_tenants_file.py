@@ -53,6 +53,18 @@ def followed(tmp_path: Path) -> Followed:
     return Followed(tmp_path / "tenants.yaml")
 
 
+async def test_the_models_of_a_tenant_change_with_the_file(followed: Followed) -> None:
+    assert followed.book.identify("acme").may_use("gpt")
+    followed.path.write_text(entry("acme", ", models: [llama-*], model_limits: {llama-1: {max_in_flight: 2}}"))
+    await followed.poll()
+    tenant = followed.book.identify("acme")
+    assert [name for name in ("gpt", "llama-1") if tenant.may_use(name)] == ["llama-1"]
+    assert tenant.limits_of("llama-1").max_in_flight == 2
+    followed.path.write_text(entry("acme", ", models: [llama-*], model_limits: {llama-1: {max_in_flight: none}}"))
+    await followed.poll()
+    assert (followed.book.identify("acme"), followed.reads("refused")) == (tenant, 1)
+
+
 async def test_a_change_holds_after_it_was_read_twice(followed: Followed) -> None:
     followed.path.write_text(entry("zeta", ", requests_per_minute: 7"))
     await followed.poll(1)

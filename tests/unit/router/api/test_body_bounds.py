@@ -19,6 +19,7 @@ from router.api.apis import LONGEST_TOLD
 from router.api.exchange import MAX_BODY_BYTES
 from router.api.http import create_app
 from router.api.openai.chat import DetokenizeBody
+from tests.support.models import table_of
 from tests.support.waiting import until
 from tests.unit.router.api.test_http import Service, app_of
 from tools.api_docs import BODIES
@@ -225,7 +226,7 @@ async def test_what_anybody_may_ask_for_is_not_written_for_each(monkeypatch: pyt
 
     tenants: Any = SimpleNamespace(is_open=True, identify=lambda key, certificate: DEFAULT_TENANT)
     service: Any = Service()
-    app = create_app(service, tenants, lambda: "", metrics)
+    app = create_app(table_of(service, requests=service.requests), tenants, lambda: "", metrics)
     documents = []
     for _ in range(10):
         for path in ("/metrics", "/api/metrics", "/openapi.json"):
@@ -242,7 +243,7 @@ async def test_the_metrics_are_written_anew_once_time_has_passed() -> None:
     figures = iter(b"%d" % number for number in range(100))
     tenants: Any = SimpleNamespace(is_open=True, identify=lambda key, certificate: DEFAULT_TENANT)
     service: Any = Service()
-    app = create_app(service, tenants, lambda: "", lambda: next(figures))
+    app = create_app(table_of(service, requests=service.requests), tenants, lambda: "", lambda: next(figures))
     told: set[bytes] = set()
     for _ in range(3):
         client = Client("/metrics", b"", "GET")

@@ -19,6 +19,7 @@ from router.api import answering
 from router.api.browsers import Hosts
 from router.api.http import create_app
 from router.timeline.log import Ingress
+from tests.support.models import table_of
 from tests.unit.router.api.test_http import Service, app_of
 from tests.unit.router.api.test_ignored import CHAT, PLAIN, Answering
 
@@ -38,7 +39,7 @@ def closed_app(**settings: Any) -> Any:
 
     service: Any = Answering()
     tenants: Any = SimpleNamespace(is_open=False, identify=identify)
-    return create_app(service, tenants, lambda: "", lambda: b"", **settings)
+    return create_app(table_of(service, requests=service.requests), tenants, lambda: "", lambda: b"", **settings)
 
 
 async def ask(app: Any, method: str, path: str, **more: Any) -> httpx2.Response:
@@ -142,7 +143,7 @@ async def test_long_texts_are_compressed_for_those_who_ask() -> None:
     for path in ("/openapi.json", "/metrics"):
         service: Any = Answering()
         tenants: Any = SimpleNamespace(is_open=True, identify=lambda key, certificate: DEFAULT_TENANT)
-        app = create_app(service, tenants, lambda: "", lambda: b"a 1\n" * 9)
+        app = create_app(table_of(service, requests=service.requests), tenants, lambda: "", lambda: b"a 1\n" * 9)
         codings = {"gzip, deflate": "gzip", "identity": None, "gzip;q=0": None, "br, gzip;q=0.5": "gzip"}
         for asked, coding in codings.items():
             answer = await ask(app, "GET", path, headers={"accept-encoding": asked})

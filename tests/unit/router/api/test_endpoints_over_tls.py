@@ -23,11 +23,11 @@ from router.admission.tenants import TenantBook
 from router.api.connections import BoundedProtocol
 from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentication
 from router.api.http import OPEN_PATHS, HttpServer, bound, create_app, require_certificates
-from router.api.orders import ControllerClient
 from router.api.places import ConnectionLimits, OpenConnections
 from router.timeline.log import RequestLog
-from tests.support.builders import cluster_status, no_adapters
+from tests.support.builders import cluster_status
 from tests.support.certificates import Authority, serial_of
+from tests.support.models import operated, table_of
 from tests.support.waiting import until
 
 PATIENCE_S = 30.0
@@ -68,8 +68,7 @@ class _WhoAmI(inference_pb2_grpc.InferenceServicer):
 async def _grpc_endpoint(book: TenantBook, endpoint: Tls) -> AsyncIterator[str]:
     rpc = RpcServer(SERVICE_NAMES, [Authentication(book)])
     inference_pb2_grpc.add_InferenceServicer_to_server(_WhoAmI(), rpc.server)
-    orders = ControllerClient(lambda: None)
-    admin = AdminServicer(lambda: cluster_status(redis_ok=False), RequestLog(), orders, no_adapters())
+    admin = AdminServicer(lambda models: cluster_status(redis_ok=False), RequestLog(), operated())
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     port = rpc.bind("127.0.0.1", 0, endpoint)
     await rpc.start()
@@ -120,8 +119,7 @@ async def test_a_certificate_stands_for_a_key_over_grpc(authority: Authority, bo
 
 @contextlib.asynccontextmanager
 async def _http_client(book: TenantBook, endpoint: Tls) -> AsyncIterator[int]:
-    service: Any = None
-    app = create_app(service, book, lambda: "", lambda: b"")
+    app = create_app(table_of(), book, lambda: "", lambda: b"")
     if endpoint.clients == "required":
         require_certificates(app)
 

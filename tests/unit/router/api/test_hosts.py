@@ -13,6 +13,7 @@ from baton.config import ClusterConfig, Config, RouterConfig
 from router.admission.tenants import TenantBook
 from router.api.browsers import Hosts
 from router.api.http import create_app, create_scraped_app
+from tests.support.models import table_of
 from tests.unit.router.api.test_http import Service
 
 LOOPBACK, NETWORK = "127.0.0.1", "10.0.0.7"
@@ -84,7 +85,9 @@ async def get(app: Any, path: str, host: str) -> httpx2.Response:
 
 async def test_a_refusal_has_the_form_of_its_api_and_probes_are_answered() -> None:
     service: Any = Service()
-    app = create_app(service, TenantBook.open_to_all(), lambda: "", lambda: b"figures", hosts())
+    app = create_app(
+        table_of(service, requests=service.requests), TenantBook.open_to_all(), lambda: "", lambda: b"figures", hosts()
+    )
     sentence = "this router does not answer for the host 'evil.example'; see router.allowed_hosts"
     for path in ("/v1/models", "/metrics", "/api/metrics", "/", "/openapi.json"):
         response = await get(app, path, "evil.example")

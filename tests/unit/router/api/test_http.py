@@ -35,6 +35,7 @@ from router.answer import PLAIN
 from router.api.http import create_app
 from router.prompt import ChatTemplate
 from router.timeline.log import Ingress, RequestLog
+from tests.support.models import table_of
 
 CHAT = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": %s}'
 
@@ -51,14 +52,13 @@ class Service:
 
     def __init__(self) -> None:
         self.metrics = RequestMetrics()
-        self.requests = RequestLog(model_id="m", instruments=self.metrics)
+        self.requests = RequestLog(instruments=self.metrics)
         self.asked: list[GenerateRequest] = []
         self.may_answer = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.refusal: InvalidRequest | None = None
 
-    def is_crowded(self) -> bool:
-        return False
+    is_crowded = False
 
     def name_of(self, model: str) -> str:
         return "m"
@@ -94,7 +94,7 @@ class Service:
 def app_of(service: Service, unready: str = "", tenant: Tenant = DEFAULT_TENANT, **settings: Any) -> Any:
     tenants: Any = SimpleNamespace(is_open=False, identify=lambda key, certificate: tenant)
     stand_in: Any = service
-    return create_app(stand_in, tenants, lambda: unready, lambda: b"", **settings)
+    return create_app(table_of(stand_in, requests=service.requests), tenants, lambda: unready, lambda: b"", **settings)
 
 
 async def post(

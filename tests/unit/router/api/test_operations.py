@@ -30,14 +30,15 @@ from router.admission.tenants import TenantBook
 from router.api.apis import document
 from router.api.http import create_app
 from router.api.operations import Operations
-from router.api.orders import AdapterOrders
 from router.api.parsing import PacedWork
 from router.api.places import ConnectionLimits, OpenConnections
 from router.cluster.history import ClusterHistory, MemoryHistory
+from router.cluster.orders import AdapterOrders
 from router.cluster.watch import AlertBook, AlertWatch, LoadMeter
 from router.serve.worker_client import WorkerClient
 from tests.support.builders import cluster_status, worker
 from tests.support.described import check_described
+from tests.support.models import operated, table_of
 from tools.api_docs import ROUTES
 from worker.log import WorkerLog
 
@@ -99,10 +100,9 @@ class Endpoint:
         history = ClusterHistory(MemoryHistory(), "router-0", self.metrics, lambda: 1005.0)
         self.connections = OpenConnections(limits=ConnectionLimits(max_connections=64, max_per_client=8))
         load = LoadMeter(lambda: self.connections.filled, lambda: (2, 16))
-        stand_ins: dict[str, Any] = {"orders": self.orders, "workers": Logs()}
         operations = Operations(
             router_id="router-0",
-            status=lambda: status,
+            status=lambda models: status,
             history=history,
             load=load,
             alerts=AlertBook(
@@ -110,12 +110,10 @@ class Endpoint:
             ),
             connections=self.connections,
             classes={"default": SloClassConfig(ttft_ms=500)},
-            adapters=self.adapters,
-            **stand_ins,
+            models=operated("tiny", *status.workers, controller=self.orders, client=Logs(), adapters=self.adapters),
         )
-        service: Any = None
         tenants = TenantBook.configured(str(path) if has_tenants else "")
-        self.app = create_app(service, tenants, lambda: "no worker", lambda: b"", operations=operations)
+        self.app = create_app(table_of(), tenants, lambda: "no worker", lambda: b"", operations=operations)
 
     async def ask(self, method: str, path: str, key: str = "operations", **more: Any) -> httpx2.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -21,6 +21,7 @@ from deploy.operator.watch import Quantile, quantile
 from router.api.http import create_app
 from router.api.page import FILES
 from router.cluster.history import counted
+from tests.support.models import table_of
 
 OURS = {path: content.decode() for path, content in FILES.items() if "uPlot" not in path}
 TEXT = FILES["/"].decode()
@@ -36,9 +37,8 @@ def refusing(key: str | None, certificate: Any) -> Any:
 
 
 async def get(path: str, **headers: str) -> httpx2.Response:
-    service: Any = SimpleNamespace()
     tenants: Any = SimpleNamespace(is_open=False, identify=refusing)
-    app = create_app(service, tenants, lambda: "", lambda: b"")
+    app = create_app(table_of(), tenants, lambda: "", lambda: b"")
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://baton") as client:
         return await client.get(path, headers=headers)
 

@@ -26,6 +26,7 @@ from router.api.responses.body import REFUSED
 from router.prompt import ChatTemplate
 from router.timeline.log import Ingress, RequestLog
 from tests.support.chunks import chunks_of
+from tests.support.models import table_of
 
 COUNT = "/v1/responses/input_tokens"
 
@@ -41,11 +42,10 @@ class Service:
 
     def __init__(self, refusal: InvalidRequest | None = None) -> None:
         self.asked: list[GenerateRequest] = []
-        self.requests = RequestLog(model_id="m")
+        self.requests = RequestLog()
         self._refusal = refusal
 
-    def is_crowded(self) -> bool:
-        return False
+    is_crowded = False
 
     def name_of(self, model: str) -> str:
         return "m"
@@ -81,7 +81,7 @@ def made_once() -> tuple[Any, Standing]:
     tenants: Any = SimpleNamespace(is_open=False, identify=lambda key, certificate: DEFAULT_TENANT)
     standing = Standing()
     stand_in: Any = standing
-    return create_app(stand_in, tenants, lambda: "", lambda: b""), standing
+    return create_app(table_of(stand_in, requests=stand_in.requests), tenants, lambda: "", lambda: b""), standing
 
 
 def app_of(service: Service) -> httpx2.ASGITransport:

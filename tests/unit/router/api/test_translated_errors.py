@@ -28,6 +28,7 @@ from router.admission.tenants import Tenant
 from router.api.anthropic.events import ERROR_SCHEMA, KINDS
 from router.api.apis import error_body
 from router.api.http import create_app
+from tests.support.models import table_of
 from tests.unit.router.api.test_translated_bodies import HI, Asked
 
 
@@ -52,7 +53,7 @@ async def answer(error: Exception, path: str = "/v1/messages", body: bytes | Non
         return Tenant(id="t")
 
     tenants: Any = SimpleNamespace(is_open=False, identify=identify)
-    app = create_app(service, tenants, lambda: "", lambda: b"")
+    app = create_app(table_of(service, requests=service.requests), tenants, lambda: "", lambda: b"")
     transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
     asked = {"model": "", "max_tokens": 3, "messages": [HI]}
     async with httpx2.AsyncClient(transport=transport, base_url="http://baton") as client:

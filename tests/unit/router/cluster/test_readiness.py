@@ -17,7 +17,11 @@ class Router:
     def __init__(self, needs_prefill: bool = False, timeout_s: float = PATIENCE_S) -> None:
         self.clock = Clock()
         self.pools = PoolView(lambda keys: {}, self.clock)
-        self.readiness = Readiness(self.pools, needs_prefill, timeout_s, self.clock)
+        self.others: tuple[PoolView, ...] = ()
+        """Of further models."""
+        self.readiness = Readiness(
+            lambda: (self.pools, *self.others), needs_prefill, timeout_s, self.clock, has_read=lambda: False
+        )
 
     async def sees(self, *workers: Worker) -> str:
         await self.pools.update(workers)
@@ -55,6 +59,37 @@ async def test_prefill_workers_are_needed_where_every_prompt_goes_to_one(needs_p
     assert await router.sees(DECODE, PREFILL) == ""
     assert await router.sees(DECODE) == "", "it is waited for as well"
     assert await router.after(PATIENCE_S + 0.1) == reason
+
+
+@pytest.mark.parametrize("num_desired", [0, 1])
+async def test_a_router_is_ready_for_a_model_that_sleeps_or_wakes(num_desired: int) -> None:
+    """Its requests are held."""
+    router = Router()
+    router.pools.note_sleep(is_asleep=True, num_desired=num_desired, problem="")
+    assert router.readiness.why_not() == ""
+    router.pools.note_sleep(is_asleep=False, num_desired=1, problem="")
+    assert await router.after(PATIENCE_S) == "", "it may come back"
+    assert await router.after(0.1) == "no decode worker is ready"
+
+
+async def test_one_model_that_is_served_is_enough() -> None:
+    router = Router()
+    router.others = (PoolView(lambda keys: {}, router.clock), PoolView(lambda keys: {}, router.clock))
+    assert await router.sees() == "none of 3 models can be served: no decode worker is ready"
+    await router.others[1].update([DECODE])
+    assert router.readiness.why_not() == ""
+    await router.others[1].update([])
+    router.others[0].note_sleep(is_asleep=True, num_desired=0, problem="")
+    assert await router.after(PATIENCE_S * 2) == ""
+
+
+def test_a_router_without_models_is_ready_when_it_knows_that_there_are_none() -> None:
+    """It then answers rightly that a model does not exist."""
+    read: list[bool] = []
+    readiness = Readiness(tuple, False, PATIENCE_S, Clock(), has_read=lambda: bool(read))
+    assert readiness.why_not() == "the models of the endpoint are not known yet"
+    read.append(True)
+    assert readiness.why_not() == ""
 
 
 async def test_a_router_that_stops_is_not_ready_at_once() -> None:

@@ -91,8 +91,8 @@ async def read(router: Router, request: GenerateRequest, most: int = 1000) -> li
 async def charged(router: Router) -> int:
     """The tokens of answers that the tenant has been charged."""
     await router.accounts.flush()
-    used = (await router.ledger.book(LedgerEntry(tenant_id="acme", limits=(10**9, 10**9, 10**9)))).used[2]
-    return used - len(PROMPT.ids)
+    (answer,) = await router.ledger.book([LedgerEntry(tenant_id="acme", limits=(10**9, 10**9, 10**9))])
+    return answer.used[2] - len(PROMPT.ids)
 
 
 async def test_all_answers_are_charged_of_which_the_best_are_given(router: Router) -> None:
@@ -112,7 +112,7 @@ async def test_every_choice_is_charged(router: Router) -> None:
 async def test_a_client_that_comes_back_with_no_token_has_one_usage_record(router: Router, tmp_path: Path) -> None:
     log = tmp_path / "usage.jsonl"
     book = UsageBook(UsageFile(str(log)), MemoryMarks(), Instruments(cluster_status))
-    router.service.requests.usage_book = book
+    router.front.requests.usage_book = book
     await read(router, asked(request_id="again"), most=3)
     await read(router, asked(request_id="again", resume_from={0: 0}))
     await book.close()
@@ -191,7 +191,8 @@ async def test_what_can_be_computed_is_reserved_and_headers_say_so(
     assert first.quota.tokens.remaining == 10**6 - len(PROMPT.ids) - num_reserved
     await router.accounts.flush()
     entry = LedgerEntry(tenant_id="acme", limits=(10**9, 10**9, 10**9))
-    assert (await router.ledger.book(entry)).num_reserved == 0
+    (answer,) = await router.ledger.book([entry])
+    assert answer.num_reserved == 0
 
 
 async def test_the_metric_of_a_tenants_tokens_has_what_was_computed(router: Router) -> None:

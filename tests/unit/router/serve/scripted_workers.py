@@ -25,6 +25,7 @@ from router.admission import Claim
 from router.placement.pool_view import HintTracker, PoolView
 from router.serve.choice import Choice, ChoiceGroup
 from router.serve.driver import ChoiceDriver
+from router.serve.waking import Waker
 from router.serve.worker_client import WorkerClient
 from tests.support import builders
 from tests.support.builders import READY
@@ -121,14 +122,21 @@ class Bench:
         self.pools = PoolView(lambda keys: dict(held), self.clock.monotonic)
         self.instruments = Instruments(builders.cluster_status)
         hints = HintTracker(Mirror(), self.instruments)
+        self.num_wakes = 0
+        """How often the model was to be woken."""
+        self.waker = Waker(self.pools, self._wake, config, self.clock.monotonic)
         self.driver = ChoiceDriver(
             pools=self.pools,
             client=client,
             hints=hints,
             config=config,
             instruments=self.instruments,
+            waker=self.waker,
         )
         self._leases: dict[str, Worker] = {}
+
+    async def _wake(self) -> None:
+        self.num_wakes += 1
 
     async def lease(self, worker_id: str, role: Role, load: WorkerLoad = READY, **more: Any) -> None:
         """A worker comes, or says something else of itself.
@@ -160,6 +168,7 @@ async def bench_of(
     held: Mapping[str, int] | None = None,
     *,
     max_attempts: int = 4,
+    wake_wait_s: float = 300.0,
 ) -> AsyncIterator[Bench]:
     """A bench of these workers, for 20 s at most.
 
@@ -167,13 +176,15 @@ async def bench_of(
         roles: by the worker's id.
         held: leading blocks of any prompt that a worker is believed to hold.
         max_attempts: consecutive failures after which a choice is given up.
+        wake_wait_s: how long a choice waits for a model that sleeps.
     """
     rpc = RpcServer(("baton.v1.WorkerCalls",))
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(workers.servicer, rpc.server)
     address = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
     await rpc.start()
     calls = WorkerClient()
-    bench = Bench(address, held or {}, RouterConfig(mode=mode, worker_wait_s=1, max_attempts=max_attempts), calls)
+    config = RouterConfig(mode=mode, worker_wait_s=1, max_attempts=max_attempts, wake_wait_s=wake_wait_s)
+    bench = Bench(address, held or {}, config, calls)
     try:
         async with asyncio.timeout(20):
             for worker_id, role in roles.items():

@@ -123,7 +123,8 @@ class Bench:
     def __init__(self, client: WorkerClient, config: RouterConfig) -> None:
         self.num_cached: dict[str, int] = {}
         self.pools = PoolView(lambda keys: dict(self.num_cached), lambda: 0.0)
-        self.looker = ImageLooker(pools=self.pools, client=client, config=config)
+        waker = builders.waker(self.pools, config)
+        self.looker = ImageLooker(pools=self.pools, client=client, config=config, waker=waker)
         instruments = Instruments(builders.cluster_status)
         self.driver = ChoiceDriver(
             pools=self.pools,
@@ -131,6 +132,7 @@ class Bench:
             hints=HintTracker(Mirror(), instruments),
             config=config,
             instruments=instruments,
+            waker=waker,
         )
         self.addresses: dict[str, str] = {}
         self.servers: dict[str, RpcServer] = {}

@@ -93,7 +93,7 @@ async def test_the_life_of_a_request_whose_worker_died_is_accounted_for(tokenize
             await asyncio.sleep(1.0)
             event.set()
         took_s = await answering
-        (timeline,) = router.service.requests.explain("r")
+        (timeline,) = router.front.requests.explain("r")
     summary = timeline.summary
     assert (summary.outcome, summary.retries, summary.num_tokens) == ("met", 1, 5)
     assert timeline.phases[0].begin_s == 0.0
@@ -126,7 +126,7 @@ async def test_what_was_measured_stands_beside_what_was_predicted(tokenizer: Tok
     )
     async with served(tokenizer, workers, {"p0": Role.PREFILL, "d0": Role.DECODE}, "disaggregated") as (router, _):
         await answered(router, request())
-        (timeline,) = router.service.requests.explain("r")
+        (timeline,) = router.front.requests.explain("r")
     (placement,) = timeline.placements
     assert (placement.prefill_worker, placement.decode_worker) == ("p0", "d0")
     measured = placement.measured
@@ -152,7 +152,7 @@ async def test_the_wait_for_a_worker_is_named(tokenizer: Tokenizer) -> None:
     workers = ScriptedWorkers(decode=[[LAST]])
     async with served(tokenizer, workers, {}, "aggregated") as (router, bench):
         answering = asyncio.create_task(answered(router, request()))
-        log = router.service.requests
+        log = router.front.requests
         await until(lambda: any(event.what == "admitted" for call in log.explain("r") for event in call.events))
         await asyncio.sleep(0.1)
         (running,) = log.explain("r")
@@ -171,7 +171,7 @@ async def test_a_request_that_was_not_placed_says_why(tokenizer: Tokenizer) -> N
     async with served(tokenizer, ScriptedWorkers(), {}, "aggregated") as (router, _):
         with pytest.raises(NoWorker):
             await answered(router, request())
-        (timeline,) = router.service.requests.explain("r")
+        (timeline,) = router.front.requests.explain("r")
     assert timeline.summary.outcome == "error"
     assert timeline.summary.error.startswith("NoWorker: no worker became ready within 1 s")
     assert timeline.events[-1].text == f"error: {timeline.summary.error}"
@@ -181,7 +181,7 @@ async def test_a_request_that_was_not_placed_says_why(tokenizer: Tokenizer) -> N
 async def test_what_may_quote_a_request_is_not_remembered(router: Router) -> None:
     with pytest.raises(InvalidRequest):
         await answered(router, request(model="a secret"))
-    (timeline,) = router.service.requests.explain("r")
+    (timeline,) = router.front.requests.explain("r")
     assert (timeline.summary.outcome, timeline.summary.error) == ("invalid", "ModelNotFound")
     assert "secret" not in str(timeline)
 
@@ -193,7 +193,7 @@ async def test_requests_are_listed_the_latest_first_and_filtered(router: Router)
         await answered(router, request("bad", ttft_ms=-1.0), Tenant(id="acme"))
 
     def ids(**wanted: Any) -> list[str]:
-        return [each.request_id for each in router.service.requests.listed(RequestFilter(**wanted)).requests]
+        return [each.request_id for each in router.front.requests.listed(RequestFilter(**wanted)).requests]
 
     assert ids() == ["bad", "r2", "r1", "r0"]
     assert ids(limit=2) == ["bad", "r2"]
@@ -202,16 +202,16 @@ async def test_requests_are_listed_the_latest_first_and_filtered(router: Router)
     assert ids(outcomes=("invalid",)) == ["bad"]
     assert ids(slo_class="default") == ["r2", "r1", "r0"], "what is not valid is in no class"
     assert ids(slo_class="interactive") == []
-    assert router.service.requests.listed(RequestFilter(limit=1)).num_kept == 4
+    assert router.front.requests.listed(RequestFilter(limit=1)).num_kept == 4
 
 
 async def test_ids_may_come_again_and_are_per_tenant(router: Router) -> None:
     for tenant in ("acme", "acme", "zeta"):
         await answered(router, request(), Tenant(id=tenant))
-    found = router.service.requests.explain("r")
+    found = router.front.requests.explain("r")
     assert [each.summary.tenant for each in found] == ["zeta", "acme", "acme"]
-    assert [each.summary.tenant for each in router.service.requests.explain("r", "acme")] == ["acme", "acme"]
-    assert router.service.requests.explain("unheard of") == []
+    assert [each.summary.tenant for each in router.front.requests.explain("r", "acme")] == ["acme", "acme"]
+    assert router.front.requests.explain("unheard of") == []
 
 
 @pytest.mark.parametrize("wanted", [{"limit": 0}, {"limit": 1001}, {"outcomes": ("late",)}])
@@ -238,7 +238,7 @@ async def test_the_latest_are_kept_and_for_longer_what_failed(
     for number in range(8):
         with contextlib.suppress(WorkerFailed):
             await answered(router, request(f"r{number}"))
-    listed = router.service.requests.listed(RequestFilter())
+    listed = router.front.requests.listed(RequestFilter())
     router.close()
     assert [each.request_id for each in listed.requests] == ["r7", "r6", "r5", "r2", "r1"]
     assert RequestLog()._troubled.maxlen == request_log.TROUBLED
@@ -247,7 +247,7 @@ async def test_the_latest_are_kept_and_for_longer_what_failed(
 async def test_nothing_of_a_request_stays_behind_that_its_record_does_not_name(router: Router) -> None:
     """Its tokens, for one."""
     await answered(router, request())
-    log = router.service.requests
+    log = router.front.requests
     assert not log._running
     (record,) = log._latest
     assert str(PROMPT[-3:])[1:-1] not in str(record)

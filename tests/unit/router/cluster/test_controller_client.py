@@ -17,7 +17,7 @@ from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import admin_pb2
 from deploy.controller.service import add_orders
 from deploy.local import leave
-from router.api.orders import ControllerClient
+from router.cluster.orders import ControllerClient
 
 
 class Orders:

@@ -140,6 +140,10 @@ class ControllerClient:
         answer: admin_pb2.SetWorkerRoleResponse = await self._order("SetWorkerRole", request)
         return answer
 
+    async def wake(self, request: admin_pb2.WakeModelRequest) -> admin_pb2.WakeModelResponse:
+        answer: admin_pb2.WakeModelResponse = await self._order("WakeModel", request)
+        return answer
+
     async def _order(self, method: str, request: Any) -> Any:
         """Send one order over a new channel: orders are rare, and a controller may restart at another address."""
         if (controller := self._known()) is None:

@@ -13,7 +13,7 @@ from baton.cluster import Worker, WorkerLoad, WorkerState
 from baton.errors import BatonError, InvalidRequest, ModelNotFound, NoWorker, Overloaded, Unsupported, WorkerFailed
 from kvstore.adapters import MemoryAdapters
 from kvstore.index import MemoryStore
-from router.api.orders import AdapterOrders
+from router.cluster.orders import AdapterOrders
 from router.serve.worker_client import WorkerClient
 from tests.support.builders import READY, worker
 from tests.unit.router.serve.test_worker_client import served

@@ -1,0 +1,85 @@
+"""Decides that a model may sleep: nothing has requested it for the whole of `autoscale.idle_s`. Pure.
+
+Each observation either shows demand, or extends the time without any. Only evidence counts: while the cluster cannot be
+observed, or no router is known, requests may arrive unseen, so the time starts again afterwards. It also starts again
+when a router is gone, whose last counts are unknown, and when the model has just been awakened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton.cluster import ClusterStatus, Role, WorkerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What an observation shows of the demand for the model."""
+
+    routers: Mapping[tuple[str, int], int]
+    """Requests that each router has completed or refused, by its id and process id."""
+    computed: Mapping[tuple[str, int], int]
+    """Tokens that each worker has computed, by its id and epoch."""
+    num_open: int
+    """Requests that a router has in flight or holds, and sequences that a worker runs or has waiting."""
+    is_desired: bool
+    """True if the model should have a decode worker."""
+    is_ready: bool
+    """True if it has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idleness:
+    """Memory between two observations."""
+
+    since_s: float = math.inf
+    """Time since which the observations have shown no demand; infinite: the latest one has shown some, or nothing."""
+    latest: Activity | None = None
+    """None: the cluster could not be observed."""
+    has_served: bool = False
+    """True if a decode worker has been ready since the model was awakened."""
+
+    def seconds(self, now_s: float) -> float:
+        """Return the time without demand until now; 0: there is some, or it is unknown."""
+        return max(now_s - self.since_s, 0.0)
+
+
+UNKNOWN = Idleness()
+"""Memory of a new controller, and of one that could not observe the cluster."""
+
+
+def activity_of(status: ClusterStatus) -> Activity:
+    """Return what a status shows. Its routers must have the counts of this model (`deploy.scaling.window.of_model`)."""
+    pool = status.pools.get(Role.DECODE.value)
+    in_flight = sum(model.in_flight + model.held for router in status.routers for model in router.models)
+    ready = [worker for worker in status.workers if worker.load.state is WorkerState.READY]
+    return Activity(
+        routers={(each.id, each.pid): each.met + each.missed + each.rejected for each in status.routers},
+        computed={(each.info.id, each.info.epoch): each.load.computed_tokens for each in status.workers},
+        num_open=in_flight + sum(each.load.running + each.load.waiting for each in status.workers),
+        is_desired=pool is not None and pool.desired > 0,
+        is_ready=any(worker.info.role is Role.DECODE for worker in ready),
+    )
+
+
+def observed(idleness: Idleness, seen: Activity, now_s: float) -> Idleness:
+    """Return the memory after another observation."""
+    has_served = seen.is_desired and (idleness.has_served or seen.is_ready)
+    if seen.num_open or not seen.routers or not seen.is_desired:
+        since_s = math.inf
+    elif _shows_demand(idleness.latest, seen) or has_served != idleness.has_served:
+        since_s = now_s
+    else:
+        since_s = min(idleness.since_s, now_s)
+    return Idleness(since_s=since_s, latest=seen, has_served=has_served)
+
+
+def _shows_demand(before: Activity | None, seen: Activity) -> bool:
+    """Return whether a request may have arrived between two observations."""
+    if before is None or not before.routers.keys() <= seen.routers.keys():
+        return True
+    if any(seen.routers[router] != before.routers.get(router, 0) for router in seen.routers):
+        return True
+    return any(seen.computed.get(worker, num) != num for worker, num in before.computed.items())

@@ -1,0 +1,73 @@
+"""Limits of a tenant, and patterns of the names of models to which they may apply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MAX_PATTERNS = 64
+"""Maximum number of patterns in a list of them."""
+MAX_PATTERN = 256
+"""Maximum length of a pattern in characters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits on a tenant's requests, over all models or with one model. None: no limit."""
+
+    requests_per_minute: int | None = None
+    """Maximum number of requests in any 60 seconds, over all routers."""
+    tokens_per_minute: int | None = None
+    """Maximum number of prompt and answer tokens in any 60 seconds. A prompt counts when it is admitted, an answer when
+    it has ended."""
+    tokens_per_day: int | None = None
+    """Maximum number of prompt and answer tokens in any 24 hours."""
+    max_in_flight: int | None = None
+    """Maximum number of concurrent answers, over all routers."""
+    max_answer_tokens: int | None = None
+    """Longest answer, in tokens. It is the default of requests without `max_tokens`; a higher one is refused."""
+
+    @property
+    def windows(self) -> tuple[int | None, int | None, int | None]:
+        """Limits on requests per minute, tokens per minute and tokens per day."""
+        return self.requests_per_minute, self.tokens_per_minute, self.tokens_per_day
+
+    @property
+    def need_an_account(self) -> bool:
+        """True if usage must be counted to enforce them; the length of an answer needs no count."""
+        return self.max_in_flight is not None or self.windows != (None, None, None)
+
+
+LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_in_flight", "max_answer_tokens")
+"""Names of the limits. All but the last are counted, and a ledger refers to them by their index."""
+
+
+def tighter(one: Limits, other: Limits) -> Limits:
+    """Return the lower of each two limits."""
+    return Limits(**{name: _least((getattr(one, name), getattr(other, name))) for name in LIMITS})
+
+
+def _least(limits: Iterable[int | None]) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a name matches a pattern, in which `*` stands for any text. Case matters.
+
+    Each text between two stars is searched once, after the one before it: the first place that fits leaves most room
+    for the others. So the time is linear in the length of the name, whatever the pattern.
+    """
+    first, *middle = pattern.split("*")
+    if not middle:
+        return name == pattern
+    last = middle.pop()
+    end = len(name) - len(last)
+    if end < len(first) or not name.startswith(first) or not name.endswith(last):
+        return False
+    at = len(first)
+    for text in middle:
+        at = name.find(text, at, end)
+        if at < 0:
+            return False
+        at += len(text)
+    return True

@@ -1,0 +1,6 @@
+"""The models that a router serves.
+
+table       names that clients use -> the release that serves a request
+entry       everything that a router has for one model
+follower    follows the announcements of models, and adds and removes entries
+"""

@@ -1,0 +1,67 @@
+"""The models of a router as operators name them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from baton.errors import InvalidRequest, ModelNotFound
+from router.models.entry import ModelEntry
+
+
+class OperatedModels:
+    """Finds the models that an operator's request means: by name, release or content id.
+
+    Args:
+        entries: returns all models that the router serves.
+    """
+
+    def __init__(self, entries: Callable[[], Sequence[ModelEntry]]) -> None:
+        self._entries = entries
+
+    def named(self, name: str) -> Sequence[ModelEntry]:
+        """Return the models of this name; empty: all models.
+
+        Raises:
+            ModelNotFound: there is none.
+        """
+        entries = self._entries()
+        if not name:
+            return entries
+        found = [each for each in entries if name in _names(each)]
+        if not found:
+            known = ", ".join(sorted({each.announcement.release for each in entries})[:8]) or "none"
+            raise ModelNotFound(f"no model or release is called {name!r:.200}; there are {known}", "model")
+        return found
+
+    def one(self, name: str) -> ModelEntry:
+        """Return the model of this name; empty: the only one.
+
+        Raises:
+            ModelNotFound: there is none.
+            InvalidRequest: there are several.
+        """
+        return _only(self.named(name), "")
+
+    def of_worker(self, worker_id: str, name: str) -> ModelEntry:
+        """Return the model that has this worker, or the only model of the name if none has: its controller knows.
+
+        Raises:
+            ModelNotFound: there is no model of this name.
+            InvalidRequest: several models have such a worker, or several could.
+        """
+        named = self.named(name)
+        having = [each for each in named if any(worker.info.id == worker_id for worker in each.pools.workers)]
+        return _only(having or named, f" with a worker {worker_id!r:.100}")
+
+
+def _names(entry: ModelEntry) -> tuple[str, ...]:
+    return entry.announcement.name, entry.announcement.release, entry.announcement.content_id
+
+
+def _only(found: Sequence[ModelEntry], what: str) -> ModelEntry:
+    if not found:
+        raise ModelNotFound("no model is served", "model")
+    if len(found) > 1:
+        releases = ", ".join(sorted(each.announcement.release for each in found)[:8])
+        raise InvalidRequest(f"there are several models{what}: {releases}; name one of these releases", "model")
+    return found[0]
