@@ -407,6 +407,14 @@ karpenter.sh/do-not-disrupt: "true"
 {{- end }}
 {{- end }}
 
+{{/* Whether a model without requests stops all of its workers. */}}
+{{- define "baton.maySleep" -}}
+{{- $autoscale := .Values.config.autoscale | default dict }}
+{{- if and $autoscale.enabled (eq (dig "min_decode" 1 $autoscale | int) 0) -}}
+yes
+{{- end }}
+{{- end }}
+
 {{/* What release this is, and of which endpoint. */}}
 {{- define "baton.validateParts" -}}
 {{- $values := .Values }}
@@ -470,6 +478,18 @@ karpenter.sh/do-not-disrupt: "true"
 {{- end }}
 {{- $autoscale := $values.config.autoscale | default dict }}
 {{- $scalesItself := and $autoscale.enabled (not $autoscale.dry_run) }}
+{{- $maySleep := include "baton.maySleep" . }}
+{{- if $maySleep }}
+{{- if dig "min_prefill" 1 $autoscale | int }}
+{{- fail "config.autoscale.min_decode is 0, so that the model sleeps without workers: set config.autoscale.min_prefill=0 too" }}
+{{- end }}
+{{- if not $values.pools.decode.initialReplicas }}
+{{- fail "config.autoscale.min_decode is 0, and so is pools.decode.initialReplicas: routers learn of a model from its first worker; set pools.decode.initialReplicas to at least 1, and the model sleeps after config.autoscale.idle_s" }}
+{{- end }}
+{{- if not $values.controller.persistence.enabled }}
+{{- fail "config.autoscale.min_decode is 0: while the model sleeps, only the controller has the files that routers need of it, and its pod may be replaced; set controller.persistence.enabled=true" }}
+{{- end }}
+{{- end }}
 {{- $gpus := dict }}
 {{- range $role := list "prefill" "decode" }}
 {{- $pool := include "baton.pool" (list $role $) | fromYaml }}
@@ -494,8 +514,15 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if and $pool.keda.enabled (not $pool.keda.query) (ne (float64 $pool.keda.threshold) 1.0) }}
 {{- fail (printf "pools.%s.keda.threshold is %v, and the default query counts workers: the pool would have 1/%v of the workers that it needs; set the threshold to 1, or give pools.%s.keda.query" $role $pool.keda.threshold $pool.keda.threshold $role) }}
 {{- end }}
-{{- if and (or $pool.hpa.enabled $pool.keda.enabled) (lt ($pool.minReplicas | int) 1) }}
-{{- fail (printf "pools.%s has an autoscaler, so pools.%s.minReplicas must be at least 1: an empty pool shows no demand" $role $role) }}
+{{- if lt ($pool.minReplicas | int) 1 }}
+{{- if $pool.hpa.enabled }}
+{{- fail (printf "pools.%s has an HPA, so pools.%s.minReplicas must be at least 1: an HPA does not start the first worker of an empty pool; KEDA and Baton's own autoscaler do" $role $role) }}
+{{- end }}
+{{- if and $pool.keda.enabled (not $maySleep) }}
+{{- fail (printf "pools.%s.keda is enabled and pools.%s.minReplicas is 0: routers hold requests for an empty pool only if the model may sleep; set config.autoscale.enabled=true, config.autoscale.min_prefill=0 and config.autoscale.min_decode=0, or a pools.%s.minReplicas of at least 1" $role $role $role) }}
+{{- end }}
+{{- else if and $maySleep (or $scalesItself $pool.keda.enabled) }}
+{{- fail (printf "config.autoscale.min_decode is 0, so that the model sleeps without workers, and pools.%s.minReplicas is %v: set pools.prefill.minReplicas=0 and pools.decode.minReplicas=0" $role $pool.minReplicas) }}
 {{- end }}
 {{- $_ := set $gpus $role ($pool.gpu.count | int) }}
 {{- include "baton.validateRanks" (list $role $) }}
@@ -630,6 +657,12 @@ karpenter.sh/do-not-disrupt: "true"
 {{- fail "router.service.nodePorts and .externalTrafficPolicy are for types NodePort and LoadBalancer, and router.service.type is ClusterIP" }}
 {{- end }}
 {{- with $values.gateway }}
+{{- if and .inferencePool.enabled (not .enabled) }}
+{{- fail "gateway.inferencePool.enabled needs gateway.enabled: its HTTPRoute leads to the InferencePool" }}
+{{- end }}
+{{- if and .inferencePool.enabled (include "baton.tlsSecretName" $) (not .backendTLS.caConfigMap) }}
+{{- fail "gateway.inferencePool.enabled: the routers speak TLS, which the Gateway does for an InferencePool only by a BackendTLSPolicy; set gateway.backendTLS.caConfigMap" }}
+{{- end }}
 {{- if .enabled }}
 {{- if not .parentRefs }}
 {{- fail "gateway.enabled needs gateway.parentRefs: the Gateway that takes the routes" }}
@@ -647,6 +680,13 @@ karpenter.sh/do-not-disrupt: "true"
 {{- end }}
 {{- end }}
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Whether routers answer Gateways that ask which of them serves a request. */}}
+{{- define "baton.picks" -}}
+{{- if and .Values.gateway.enabled .Values.gateway.inferencePool.enabled -}}
+yes
 {{- end }}
 {{- end }}
 
@@ -732,6 +772,9 @@ karpenter.sh/do-not-disrupt: "true"
 {{- /* gRPC lets an age vary by a tenth: with the computed one all clients have gone elsewhere before a router stops. */}}
 {{- with .Values.router.maxConnectionAgeSeconds | default (mulf 0.8 .Values.router.preStopSeconds) }}
 {{- $_ := set $router "max_connection_age_s" . }}
+{{- end }}
+{{- if include "baton.picks" . }}
+{{- $_ := set $router "picker_port" 9002 }}
 {{- end }}
 {{- if ne .Values.tls.clientCertificates "off" }}
 {{- $_ := set $router "tls_client_certificates" .Values.tls.clientCertificates }}
