@@ -219,8 +219,7 @@ class RouterService:
             QuotaExceeded, Overloaded, NoWorker, WorkerFailed, TransferError: the request could not be served.
             Conflict: another call has taken over the request.
         """
-        name = self.name_of(request.model)
-        facts = self.facts.of(tenant, name)
+        facts = self.facts.of(tenant, name := self.name_of(request.model))
         with self.requests.recording(request, tenant, ingress, trace, name) as recording:
             timeline = recording.timeline
             adapter = check_model(request.model, facts, self._adapters()) if self._is_other(request.model) else None
