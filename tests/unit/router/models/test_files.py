@@ -20,7 +20,7 @@ from baton.errors import Conflict, ModelLoadError, WorkerFailed
 from baton.rpc.member_auth import MemberLink
 from baton.rpc.model_files import FileSource, ModelFilesServicer
 from baton.serving_files import ServingFiles
-from router.models import ModelFileCache
+from router.models.files import ModelFileCache
 from router.models import files as module
 from tests.support.file_sources import FILES, INCARNATION, Hostile, Piece, serving
 
