@@ -31,6 +31,7 @@ class Values(NamedTuple):
     name: str = "baton"
     kube: str = ""
     """Kubernetes' version; empty: the one that helm knows."""
+    namespace: str = NAMESPACE
 
 
 AUTOSCALE = ("config.autoscale.enabled=true", "config.autoscale.dry_run=true", "config.autoscale.max_workers=8")
@@ -214,7 +215,7 @@ def helm(major: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def template(major: int, values: Values) -> subprocess.CompletedProcess[str]:
-    arguments = ["template", values.name, str(CHART), "--namespace", NAMESPACE]
+    arguments = ["template", values.name, str(CHART), "--namespace", values.namespace]
     if values.file:
         arguments += ["--values", str(CHART / f"values-{values.file}.yaml")]
     if values.kube:
