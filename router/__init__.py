@@ -3,6 +3,7 @@
 api         gRPC, HTTP, OpenAI's API, the web page
 process.py  `python -m router`: settings, signals, the event loop
 service.py  the life of a request, in order
+picker      choice of a router for each request of a gateway
 request     state of a whole request: journal and resuming, moderation
 timeline    what happened to a request, and everything that is reported of it
 admission   tenants, validation, limits, deadlines
@@ -18,6 +19,7 @@ __all__ = [
     "answer",
     "api",
     "cluster",
+    "picker",
     "placement",
     "process",
     "prompt",
