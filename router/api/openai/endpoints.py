@@ -192,7 +192,7 @@ class ModelList:
         self._models = models
         self._version: tuple[object, ...] = ()
         self._json: dict[tuple[str, ...], bytes] = {}
-        """By the patterns of the models that a tenant may use."""
+        """Lists by the patterns of the models that a tenant may use."""
 
     def __call__(self, tenant: Tenant) -> bytes:
         """Return the list for a tenant."""
