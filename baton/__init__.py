@@ -21,6 +21,7 @@ __all__ = [
     "addresses",
     "api",
     "blocks",
+    "cache_folder",
     "call_arguments",
     "chat",
     "cluster",

@@ -140,7 +140,7 @@ class ServingFiles:
                 path.write_bytes(content)
                 path.chmod(0o600)
             for _ in range(MAX_ATTEMPTS):
-                if self.is_in(folder):
+                if self.is_kept(folder, self.digest):
                     return
                 with suppress(FileNotFoundError):
                     folder.rename(own / "replaced")
@@ -154,10 +154,11 @@ class ServingFiles:
                     return
         raise OSError(f"another process keeps writing {folder}")
 
-    def is_in(self, folder: Path) -> bool:
-        """Return whether a folder holds this set and nothing else."""
+    @staticmethod
+    def is_kept(folder: Path, digest: str) -> bool:
+        """Return whether a folder holds the set with a digest, and nothing else."""
         try:
-            return ServingFiles.kept(folder).digest == self.digest
+            return ServingFiles.kept(folder).digest == digest
         except ModelLoadError:
             return False
 
@@ -174,7 +175,7 @@ class ProvidedFiles:
     """Digest of the files as they were at the start of the process; empty: it provides none."""
     chat_template: str = ""
     """See `ServingFiles.of_model`."""
-    is_kept: bool = False
+    is_copy: bool = False
     """True if the folder is one that `ServingFiles.write` has written, and not a model's."""
 
     @staticmethod
@@ -191,7 +192,7 @@ class ProvidedFiles:
         except ModelLoadError as error:
             logger.warning("this process does not provide the model's files to routers: %s", error)
             return ProvidedFiles()
-        return ProvidedFiles(Path(folder), digest, chat_template)
+        return ProvidedFiles(Path(folder), digest, chat_template=chat_template)
 
     def read(self, digest: str) -> ServingFiles:
         """Read the files with that digest.
@@ -203,7 +204,7 @@ class ProvidedFiles:
             own = f"those with the digest {self.digest[:SHOWN_DIGITS]}" if self.digest else "none"
             raise Conflict(f"files with the digest {digest[:SHOWN_DIGITS]} are not here; this process provides {own}")
         try:
-            found = ServingFiles.kept(self.folder) if self.is_kept else self._of_model()
+            found = ServingFiles.kept(self.folder) if self.is_copy else self._of_model()
         except ModelLoadError as error:
             raise Conflict(f"the model's files can no longer be read: {error}") from error
         if found.digest != digest:

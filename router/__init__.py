@@ -1,6 +1,7 @@
 """The router: text in, text out, over pools of workers. It never imports torch.
 
 api         gRPC, HTTP, OpenAI's API, the web page
+models      the announced models: their files
 process.py  `python -m router`: settings, signals, the event loop
 service.py  the life of a request, in order
 request     state of a whole request: journal and resuming, moderation
@@ -18,6 +19,7 @@ __all__ = [
     "answer",
     "api",
     "cluster",
+    "models",
     "placement",
     "process",
     "prompt",

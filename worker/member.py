@@ -20,6 +20,7 @@ from baton.cluster import MAX_LISTED_ADAPTERS, VERSION, Role, WorkerInfo, Worker
 from baton.config import Config
 from baton.errors import DeviceLost, StoreUnavailable
 from baton.rpc import MalformedCount, RpcServer
+from baton.serving_files import ProvidedFiles
 from baton.tasks import cancel_and_wait
 from baton.tls import member_tls
 from baton.trust import Principal, open_keys
@@ -59,6 +60,8 @@ class Member:
         self.content_id = content_id(config.kv_identity)
         self.tls = member_tls(config.cluster)
         """TLS credentials for other members; None: the cluster uses plain text."""
+        self.files = ProvidedFiles.of_model(config.model.path, config.model.chat_template)
+        """Files of its model that routers and the controller may read."""
         self.wire_compat = wire_compat(config.kv_identity, runner.spec)
         batch = self.batch = config.engine.batch(on_gpu=bool(runner.computes.gpu))
         limits = SchedulerLimits(
@@ -251,6 +254,7 @@ class Member:
             max_adapters=self.loop.max_adapters,
             takes_images=self.loop.takes_images,
             image_placeholder=self.loop.image_placeholder or 0,
+            files=self.files.digest,
         )
 
     def _described(self) -> WorkerInfo:

@@ -38,6 +38,7 @@ from baton.errors import BatonError, ConfigError, DeviceLost, Fenced
 from baton.rpc import RpcServer, members_only
 from baton.rpc.errors import to_failed
 from baton.rpc.member_auth import WORKERS_RULES, member_auth, require_keys
+from baton.rpc.model_files import ModelFilesServicer
 from baton.tasks import cancel_and_wait
 from baton.telemetry import logs, tracing
 from baton.tls import member_tls
@@ -68,7 +69,13 @@ LAST_WORDS_S = 0.2
 """Seconds for the last events of calls to reach the routers."""
 LOST_S = 5.0
 """Seconds in which a process with a lost device must end. Freeing the device's memory may block."""
-SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.WorkerLog", "baton.v1.KvControl")
+SERVICE_NAMES = (
+    "baton.v1.WorkerCalls",
+    "baton.v1.WorkerControl",
+    "baton.v1.WorkerLog",
+    "baton.v1.ModelFiles",
+    "baton.v1.KvControl",
+)
 
 
 @contextlib.asynccontextmanager
@@ -98,6 +105,7 @@ async def running(
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(calls, rpc.server)
     worker_pb2_grpc.add_WorkerControlServicer_to_server(control, rpc.server)
     worker_pb2_grpc.add_WorkerLogServicer_to_server(WorkerLog(worker_id, node), rpc.server)
+    worker_pb2_grpc.add_ModelFilesServicer_to_server(ModelFilesServicer(member.files.read), rpc.server)
     kv_pb2_grpc.add_KvControlServicer_to_server(member.kv, rpc.server)
     port = rpc.bind(host, 0, member.tls)
     async with member.joined(rpc, port) as ended:

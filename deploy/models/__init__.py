@@ -9,7 +9,7 @@ Workers need the weights; a router and the controller get the folder without the
 `ProgressDisplay` shows the progress of `resolve` on a terminal; `resolve` itself prints nothing.
 """
 
-from deploy.models.cache import cache_dir, own_part
+from baton.cache_folder import cache_dir, own_part
 from deploy.models.catalogue import CATALOGUE
 from deploy.models.display import ProgressDisplay
 from deploy.models.progress import OnModelProgress, Progress, ignore_progress

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.cache_folder import cache_dir
 from baton.cluster import Role
 from baton.config import Config, ModelConfig
 from baton.errors import ModelLoadError
 from baton.spelling import nearest
-from deploy.models.cache import cache_dir
 from deploy.models.catalogue import CATALOGUE
 from deploy.models.folder import GGUF, check_folder, folder_revision
 from deploy.models.progress import OnModelProgress, ignore_progress

@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from baton.cache_folder import own_part
 from baton.errors import ModelLoadError
 from baton.own_files import close_to_others, make_own, why_foreign
 from deploy.extras import lacking
-from deploy.models.cache import own_part
 from deploy.models.catalogue import CatalogueModel, CatalogueWheel
 from deploy.models.folder import check_folder
 from deploy.models.progress import OnModelProgress, Progress

@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from baton.errors import BatonError, Conflict, NotAMember, Overloaded, WorkerFailed
-from baton.rpc import RpcServer, channel, from_rpc_error, model_files
-from baton.rpc.member_auth import CONTROLLERS_RULES, WORKERS_RULES, MemberLink, Rules, member_auth
+from baton.rpc import channel, from_rpc_error, model_files
+from baton.rpc.member_auth import CONTROLLERS_RULES, WORKERS_RULES, MemberLink, Rules
 from baton.rpc.model_files import (
     MAX_READS,
     MAX_WAITING,
@@ -28,59 +28,13 @@ from baton.rpc.model_files import (
 from baton.serving_files import MAX_FILES, ProvidedFiles, ServingFiles
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.file_sources import FILES, INCARNATION, Hostile, Piece, only, serving
 from tests.support.waiting import until
-
-INCARNATION = "a1"
-FILES = ServingFiles({
-    "config.json": b"{}",
-    "empty.json": b"",
-    "tokenizer.json": bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"end",
-})  # fmt: skip
-Piece = worker_pb2.ReadModelFilesResponse
-
-
-@contextlib.asynccontextmanager
-async def serving(
-    servicer: worker_pb2_grpc.ModelFilesServicer, keys: KeyFile | None = None, rules: Rules = WORKERS_RULES
-) -> AsyncIterator[str]:
-    rpc = RpcServer((), member_auth(keys, INCARNATION, rules), describes_itself=False)
-    worker_pb2_grpc.add_ModelFilesServicer_to_server(servicer, rpc.server)
-    port = rpc.bind("127.0.0.1", 0)
-    await rpc.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await rpc.stop(0)
 
 
 async def read(address: str, digest: str = FILES.digest, keys: KeyFile | None = None, **said: Any) -> ServingFiles:
     source = FileSource(address, address, said.pop("incarnation", INCARNATION))
     return await read_model_files(source, digest, link=MemberLink(keys, None), **said)
-
-
-def only(files: ServingFiles) -> Callable[[str], ServingFiles]:
-    def find(digest: str) -> ServingFiles:
-        if digest != files.digest:
-            raise Conflict("others")
-        return files
-
-    return find
-
-
-class Hostile(worker_pb2_grpc.ModelFilesServicer):
-    """Sends what it is given, and then sends it again for as long as somebody reads it."""
-
-    def __init__(self, *pieces: Piece, again: Callable[[int], Piece] | None = None) -> None:
-        self.pieces = pieces
-        self.again = again
-        self.num_sent = 0
-
-    async def Read(self, request: Any, context: Any) -> AsyncIterator[Piece]:  # noqa: N802
-        for piece in self.pieces:
-            yield piece
-        while self.again is not None:
-            self.num_sent += 1
-            yield self.again(self.num_sent)
 
 
 async def test_the_files_arrive_as_they_are() -> None:

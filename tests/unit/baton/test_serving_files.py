@@ -169,7 +169,7 @@ def test_a_folder_that_has_changed_is_refused(tmp_path: Path) -> None:
 def test_a_copy_is_provided_with_files_that_this_release_does_not_know(tmp_path: Path) -> None:
     files = ServingFiles({"new.bin": b"1", "config.json": b"{}"})
     files.write(tmp_path / "set")
-    kept = ProvidedFiles(tmp_path / "set", files.digest, is_kept=True)
+    kept = ProvidedFiles(tmp_path / "set", files.digest, is_copy=True)
     assert kept.read(files.digest).contents == files.contents
 
 
@@ -201,16 +201,16 @@ def test_an_equal_folder_stays_and_another_one_is_replaced(tmp_path: Path) -> No
     files.write(target)
     assert target.stat().st_ino == first, "a router may be reading it"
     (target / "a").write_bytes(b"2")
-    assert not files.is_in(target)
+    assert not ServingFiles.is_kept(target, files.digest)
     files.write(target)
-    assert files.is_in(target)
+    assert ServingFiles.is_kept(target, files.digest)
     (target / "b").write_bytes(b"")
     files.write(target)
-    assert files.is_in(target)
+    assert ServingFiles.is_kept(target, files.digest)
     target_file = tmp_path / "file"
     target_file.write_text("no folder")
     files.write(target_file)
-    assert files.is_in(target_file)
+    assert ServingFiles.is_kept(target_file, files.digest)
     assert names_in(tmp_path) == ["file", "set"]
 
 
@@ -232,7 +232,7 @@ def test_several_may_write_one_folder_at_a_time(tmp_path: Path) -> None:
     for each in threads:
         each.join()
     assert errors == []
-    assert files.is_in(tmp_path / "set")
+    assert ServingFiles.is_kept(tmp_path / "set", files.digest)
     assert names_in(tmp_path) == ["set"]
 
 

@@ -1,4 +1,4 @@
-"""Folders of models, logs and state on this machine."""
+"""Folders of models, their files, logs and state on this machine."""
 
 from __future__ import annotations
 
