@@ -1,4 +1,4 @@
-"""Folders of models, their files, logs and state on this machine."""
+"""The cache folder: models, their files for routers, the native step, logs and state on this machine."""
 
 from __future__ import annotations
 

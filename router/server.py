@@ -7,12 +7,14 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from baton import garbage
 from baton.addresses import address_of
+from baton.cache_folder import cache_dir, own_part
 from baton.cluster import VERSION, RouterInfo
 from baton.config import Config
 from baton.errors import ConfigError
@@ -33,6 +35,7 @@ from router.api.grpc_api import MAX_MESSAGE_BYTES, SERVICE_NAMES, AdminServicer,
 from router.api.http import HttpServer, connection_limits, http_servers
 from router.api.operations import Operations
 from router.api.places import OpenConnections
+from router.api.sessions import opening_of
 from router.cluster.history import ClusterHistory, HistoryStore, RedisHistory
 from router.cluster.registry import Dependencies, EndpointWatch, Readiness
 from router.cluster.watch import AlertBook, AlertWatch, LoadMeter
@@ -41,6 +44,7 @@ from router.models.files import ModelFileCache
 from router.models.follower import ModelFollower
 from router.models.operated import OperatedModels
 from router.models.table import ModelTable
+from router.picker import Picker, Sources, Wanted
 from router.request.model import LoadedModel
 from router.service import Front
 from router.timeline.log import Ingress
@@ -78,6 +82,8 @@ class Router:
     watch: EndpointWatch
     readiness: Readiness
     rpc: RpcServer
+    picker: Picker | None
+    """None: `router.picker_port` is not set."""
     http: tuple[HttpServer, ...]
     tenants_file: TenantsFile
     accounts: Accounts
@@ -90,6 +96,8 @@ class Router:
             if self.own is not None:
                 await self.own.start()
             await self.rpc.start()
+            if self.picker is not None:
+                await self.picker.start()
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(self.follower.run(), name="models"),
@@ -109,11 +117,15 @@ class Router:
                 self.readiness.stop()
                 for each in self.http:
                     each.should_exit = True  # gRPC and HTTP drain at the same time, with the same timeout
-                await asyncio.gather(self.rpc.stop(self.config.router.drain_timeout_s), *serving)
+                drain_s = self.config.router.drain_timeout_s
+                picking = () if self.picker is None else (self.picker.stop(drain_s),)
+                await asyncio.gather(self.rpc.stop(drain_s), *picking, *serving)
                 for task in background:
                     task.cancel()
         finally:
             await self.rpc.stop(0)
+            if self.picker is not None:
+                await self.picker.stop(0)
             await self.follower.close()
             await self.accounts.close()
             await self.usage_book.close()
@@ -124,7 +136,10 @@ class Router:
 
     async def _report_health(self) -> None:
         while True:
-            await self.rpc.set_serving(not self.readiness.why_not())
+            is_ready = not self.readiness.why_not()
+            await self.rpc.set_serving(is_ready)
+            if self.picker is not None:
+                await self.picker.set_serving(is_ready)
             await asyncio.sleep(min(self.config.index.poll_s, 0.2))
 
 
@@ -162,7 +177,8 @@ def build(config: Config) -> Router:
     shared = Shared(config=config, link=link, front=front, garbage=stores.garbage)
     own = None if own_model is None else _own_entry(shared, own_model)
     table = ModelTable(front, config.router.default_model)
-    follower = ModelFollower(table, shared, stores.endpoint, ModelFileCache(config, link), own)
+    files = ModelFileCache(own_part(cache_dir(config.cluster), "serving-files"), link)
+    follower = ModelFollower(table, shared, stores.endpoint, files, own)
     readiness = Readiness(
         lambda: [each.pools for each in follower.entries],
         config.router.mode == "disaggregated",
@@ -185,6 +201,7 @@ def build(config: Config) -> Router:
         watch=watch,
         readiness=readiness,
         rpc=rpc,
+        picker=_picker(config, watch, table, tenants, tls),
         http=http_servers(config, table, tenants, readiness.why_not, instruments.exposition, operations=operations),
         tenants_file=TenantsFile(config.router, tenants, instruments),
         accounts=accounts,
@@ -234,6 +251,24 @@ def _load_own(config: Config) -> LoadedModel | None:
 def _own_entry(shared: Shared, model: LoadedModel) -> ModelEntry:
     stores = ModelStores.connect(shared, model.content_id)
     return ModelEntry.build(shared, model, stores, own_announcement(shared.config))
+
+
+def _picker(
+    config: Config, watch: EndpointWatch, table: ModelTable, tenants: TenantBook, tls: Tls | None
+) -> Picker | None:
+    """Create the endpoint picker, and bind it; None: the configuration wants none. Raises ConfigError."""
+    if not config.router.picker_port:
+        return None
+
+    def lookup(api_key: str | None, model: str, body: Mapping[str, Any]) -> Wanted:
+        tenant = tenants.identify(api_key)
+        opening = opening_of(body)
+        release = table.release(model, tenant, lambda: opening)
+        return Wanted(f"{tenant.id}\0{opening}".encode("utf-8", "surrogatepass"), frozenset({release.content_id}))
+
+    picker = Picker(config, Sources(routers=lambda: watch.routers, lookup=lookup, is_crowded=table.is_crowded))
+    picker.bind(config.cluster.host, config.router.picker_port, tls)
+    return picker
 
 
 def _keys(config: Config) -> KeyFile | None:

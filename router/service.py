@@ -1,7 +1,8 @@
 """Serves a request from its arrival to its end. The code below reads in the order of these steps.
 
-1. Admit. The API has identified the tenant (`router.admission.tenants`). Check model, id and sampling; take a slot; and
-   check the tenant's known limits (`router.admission.accounts`), or refuse at once with Retry-After.
+1. Admit. The API has identified the tenant (`router.admission.tenants`) and the model (`router.models.table`). Check id
+   and sampling; if the model sleeps, wait until it is awake (`router.serve.holding`); take a slot; and check the
+   tenant's known limits (`router.admission.accounts`), or refuse at once with Retry-After.
 2. Write the prompt. Chat template and tokenizer; check length and vocabulary (`router.prompt`), and charge it to the
    tenant. A worker looks at its images, whose tokens take their places (`router.serve.images`). From here on there
    are only token ids; the images' bytes stay until the request ends, for workers that lack them.
@@ -27,6 +28,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -70,7 +72,16 @@ from router.prompt import PromptEncoder, SequenceBuilder, StructureChecker, in_t
 from router.request.model import LoadedModel
 from router.request.moderation import ModeratedAnswer, Moderator
 from router.request.resume import Call, CallsInFlight, Journal, digest_of, only_delivered, with_delivered
-from router.serve import Choice, ChoiceDriver, ChoiceGroup, ImageLooker, RequestImages
+from router.serve import (
+    Choice,
+    ChoiceDriver,
+    ChoiceGroup,
+    HeldRequests,
+    Holding,
+    ImageLooker,
+    RequestImages,
+    prompt_bytes,
+)
 from router.timeline.log import UNKNOWN_INGRESS, Ingress, RequestLog, Served
 from router.timeline.usage_log import UsageBook
 
@@ -92,6 +103,7 @@ class Front:
     instruments: Instruments
     accounts: Accounts
     limiter: Limiter
+    held: HeldRequests
     image_memory: ImageMemory
     moderator: Moderator | None
     requests: RequestLog
@@ -104,11 +116,13 @@ class Front:
         Raises:
             ConfigError: the function that `router.moderation` names cannot be loaded.
         """
+        limiter = Limiter(config.max_in_flight)
         return Front(
             config=config,
             instruments=instruments,
             accounts=accounts,
-            limiter=Limiter(config.max_in_flight),
+            limiter=limiter,
+            held=HeldRequests(config, limiter),
             image_memory=ImageMemory(config),
             moderator=Moderator.of(config, instruments),
             requests=RequestLog(config.id, instruments=instruments, usage_book=usage_book),
@@ -131,6 +145,7 @@ class RouterService:
         front: Front,
         *,
         driver: ChoiceDriver,
+        holding: Holding,
         looker: ImageLooker,
         journal: Journal,
         slo_counts: SloCounts,
@@ -149,6 +164,7 @@ class RouterService:
         self._worker_limit = worker_limit
         self._adapters = adapters
         self._driver = driver
+        self._holding = holding
         self._looker = looker
         self._journal = journal
         self._encoder = PromptEncoder(model.tokenizer)
@@ -248,8 +264,16 @@ class RouterService:
             params = sampling_params(request.sampling, facts)
             check_resume(request, params)
             past = await self._calls.take_over(key) if request.resume_from else None
+            slot: AbstractContextManager[object] = self._limiter.slot(key.request_id, params.num_answers, tenant)
+            if self._holding.is_needed:
+                held = await self._holding.until_awake(
+                    key.request_id, params.num_answers, claim, prompt_bytes(request.prompt)
+                )
+                slot, claim = held.slot, held.claim
+                timeline.claim = claim
+                timeline.add(held.event)
             with (
-                self._limiter.slot(key.request_id, params.num_answers, tenant),
+                slot,
                 self._calls.entered(key) as call,
                 self._image_memory.holding(request.prompt, tenant.id) as encoded,
             ):

@@ -32,7 +32,7 @@ BEGIN, END = "<!-- values: written by `python -m tools.chart_docs` -->", "<!-- e
 SET_BY_CHART = {
     "model": {"path"},
     "index": {"redis_url", "redis_password_file"},
-    "router": {"id", "cache_secret", "max_connection_age_s", "tenants_file", "tls_client_certificates"},
+    "router": {"id", "cache_secret", "max_connection_age_s", "picker_port", "tenants_file", "tls_client_certificates"},
     "cluster": {
         *("advertise_host", "cache_dir", "controller_host", "controller_port", "decode", "gpus_per_worker"),
         *("grpc_port", "host", "http_port", "max_surge", "max_unavailable", "name", "prefill", "ray_address"),

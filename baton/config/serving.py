@@ -22,6 +22,7 @@ from baton.config.section import (
     Int,
     Must,
     OneOf,
+    Port,
     Secret,
     String,
     Switch,
@@ -114,6 +115,9 @@ class RouterConfig:
 
     id: String = "router-0"
     """Name of the router in Redis and in traces."""
+    picker_port: Port = 0
+    """Port of the endpoint picker of the Gateway API inference extension (docs/gateway.md); 0: none. It serves TLS,
+    with a certificate of its own unless the router has one."""
     own_model: Switch = True
     """Serve the model of this configuration from the start. If false, the router needs no model: it serves the models
     that controllers announce (`cluster.endpoint`). It serves those in any case."""

@@ -33,7 +33,7 @@ from baton.cluster import (
     WorkerState,
 )
 from baton.config import Config, without_password
-from baton.errors import StoreUnavailable
+from baton.errors import BatonError, StoreUnavailable
 from baton.rpc import MalformedCount
 from baton.rpc.member_auth import MemberLink
 from baton.serving_files import ServingFiles
@@ -218,10 +218,10 @@ class Controller:
         try:
             async with asyncio.timeout(min(cluster.drain_timeout_s, cluster.stop_timeout_s / 2)):
                 await self._until_unused()
-        except StoreUnavailable as error:
-            logger.warning("routers do not learn that the model leaves: %s", error)
         except TimeoutError:
             logger.warning("requests still run, and end with their workers")
+        except BatonError as error:
+            logger.warning("routers do not learn that the model leaves: %s", error)
         await self._lives.end_all()
 
     async def _until_unused(self) -> None:

@@ -47,7 +47,7 @@ class ModelCopy:
         except ModelLoadError as error:
             logger.warning("the copy of the model's files is not used: %s", error)
         else:
-            self._provided = ProvidedFiles(self._folder, found, is_kept=True)
+            self._provided = ProvidedFiles(self._folder, found, is_copy=True)
 
     async def fetch(self, digest: str, workers: Sequence[WorkerInfo]) -> None:
         """Copy the files with this digest from the first worker that provides them. Errors are logged."""
@@ -63,6 +63,6 @@ class ModelCopy:
             except OSError as error:
                 logger.warning("the model's files cannot be copied to %s: %s", self._folder, error)
                 return
-            self._provided = ProvidedFiles(self._folder, digest, is_kept=True)
+            self._provided = ProvidedFiles(self._folder, digest, is_copy=True)
             logger.info("the model's files are copied from %s", worker.id)
             return

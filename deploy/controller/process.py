@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
 from baton.addresses import address_of
@@ -31,8 +31,8 @@ from baton.rpc.errors import to_failed
 from baton.rpc.member_auth import CONTROLLERS_RULES, member_auth, require_keys
 from baton.rpc.model_files import ModelFilesServicer
 from baton.telemetry import logs
-from baton.tls import member_tls
-from baton.trust import Principal, open_keys
+from baton.tls import Tls, member_tls
+from baton.trust import KeyFile, Principal, open_keys
 from baton.v1 import worker_pb2_grpc
 from deploy.controller.controller import Controller
 from deploy.controller.kubernetes_side import Kubernetes, connected
@@ -103,7 +103,6 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
             although other machines could reach the controller, or another cluster serves this model in the same Redis.
         BatonError: during the first start, a worker cannot start as configured.
     """
-    content = content_id(config.kv_identity)
     host = config.cluster.controller_host
     keys = open_keys(config.cluster.secret, Principal.CONTROLLER)
     require_keys(keys, host, "cluster.controller_host")
@@ -127,24 +126,16 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
             version=VERSION,
             incarnation=incarnation,
         )
-        redis = RedisConnection(config.index.url, tls=tls)
-        loads = ReportedLoads(redis)
-        leases = RedisLeases(redis, content, lease_s=config.index.lease_s, keys=keys, loads=loads)
-        stack.push_async_callback(leases.close)
-        endpoint_redis = RedisConnection(config.index.url, tls=tls)
-        endpoint = RedisEndpoint(endpoint_redis, config.cluster.endpoint, lease_s=config.index.lease_s, keys=keys)
-        stack.push_async_callback(endpoint.close)
-        index = RedisIndex(RedisConnection(config.index.url, tls=tls), content, keys=keys)
-        stack.push_async_callback(index.close)
+        stores = await stack.enter_async_context(_stores(config, keys, tls))
         mirror = CountingMirror()
-        follower = _follower(index, mirror, config.index, loads)
+        follower = _follower(stores.index, mirror, config.index, stores.loads)
         controller = Controller(
             config,
             me=me,
             malformed=rpc.malformed,
             actors=actors,
-            leases=leases,
-            endpoint=endpoint,
+            leases=stores.leases,
+            endpoint=stores.endpoint,
             mirror=mirror,
             path=arguments.state_file,
             state=state,
@@ -162,6 +153,38 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
             await controller.end_workers()
         else:
             await controller.let_go()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Stores:
+    """The controller's connections to Redis."""
+
+    leases: RedisLeases
+    endpoint: RedisEndpoint
+    index: RedisIndex
+    loads: ReportedLoads
+
+
+@contextlib.asynccontextmanager
+async def _stores(config: Config, keys: KeyFile | None, tls: Tls | None) -> AsyncGenerator[_Stores]:
+    def connection() -> RedisConnection:
+        return RedisConnection(config.index.url, tls=tls)
+
+    content, lease_s = content_id(config.kv_identity), config.index.lease_s
+    redis = connection()
+    loads = ReportedLoads(redis)
+    stores = _Stores(
+        leases=RedisLeases(redis, content, lease_s=lease_s, keys=keys, loads=loads),
+        endpoint=RedisEndpoint(connection(), config.cluster.endpoint, lease_s=lease_s, keys=keys),
+        index=RedisIndex(connection(), content, keys=keys),
+        loads=loads,
+    )
+    try:
+        yield stores
+    finally:
+        await stores.index.close()
+        await stores.endpoint.close()
+        await stores.leases.close()
 
 
 def _follower(index: RedisIndex, mirror: Mirror, config: IndexConfig, loads: ReportedLoads) -> MirrorFollower:

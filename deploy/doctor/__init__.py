@@ -65,7 +65,8 @@ def diagnose(
         checks += guarded("tenants", lambda: machine.tenants(config))
         checks += machine.cache_secret(config)
         checks += machine.announced(config)
-        checks += guarded("model", lambda: machine.model(config, is_needed=True, weights=False))
+        if config.router.own_model:
+            checks += guarded("model", lambda: machine.model(config, is_needed=True, weights=False))
         checks += guarded("ports", lambda: machine.ports(config))
         checks += guarded("open files", lambda: machine.files(config))
     elif part is DoctorPart.CONTROLLER:

@@ -12,6 +12,7 @@ from baton.cluster import (
     ClusterStatus,
     PoolStatus,
     Role,
+    RoutedModel,
     RouterInfo,
     Worker,
     WorkerInfo,
@@ -19,8 +20,10 @@ from baton.cluster import (
     WorkerState,
 )
 from baton.costs import StepCosts
+from baton.errors import InvalidRequest
 from deploy.say import say
 from deploy.scaling.autoscaler import Autoscaler
+from deploy.scaling.window import of_model
 from deploy.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -116,23 +119,19 @@ def as_dict(decision: ScalingDecision) -> dict[str, Any]:
 
 
 def status_of(report: dict[str, Any]) -> ClusterStatus:
-    """Return the cluster's state from `baton status --json`, as far as the autoscaler reads it."""
+    """Return the cluster's state from `baton status --json`, as far as the autoscaler reads it.
+
+    Raises:
+        InvalidRequest: it has several models, whose loads have nothing to do with each other.
+    """
+    if len(models := report.get("models", ())) > 1:
+        names = ", ".join(sorted(str(model.get("release") or model["id"]) for model in models))
+        raise InvalidRequest(f"the endpoint serves several models; choose one of {names} with --model", "model")
+    content_id = models[0].get("content_id", "") if models else ""
     return ClusterStatus(
         pools={name: _pool(pool) for name, pool in report["pools"].items()},
         workers=tuple(_worker(worker) for worker in report["workers"]),
-        routers=tuple(
-            RouterInfo(
-                id=r["id"],
-                pid=r["pid"],
-                grpc=r["grpc"],
-                http=r["http"],
-                mirror_lag_s=r["mirror_lag_s"],
-                met=r["met"],
-                missed=r["missed"],
-                rejected=r["rejected"],
-            )
-            for r in report["routers"]
-        ),
+        routers=tuple(of_model(_router(router), content_id) for router in report["routers"]),
         redis_address=report["redis"]["address"],
         redis_ok=report["redis"]["ok"],
         models=(),
@@ -141,6 +140,30 @@ def status_of(report: dict[str, Any]) -> ClusterStatus:
 
 def _pool(report: dict[str, Any]) -> PoolStatus:
     return PoolStatus(report["desired"], report["ready"], tuple(report.get("engine", ())))  # an older release has none
+
+
+def _router(report: dict[str, Any]) -> RouterInfo:
+    return RouterInfo(
+        id=report["id"],
+        pid=report["pid"],
+        grpc=report["grpc"],
+        http=report["http"],
+        mirror_lag_s=report["mirror_lag_s"],
+        met=report["met"],
+        missed=report["missed"],
+        rejected=report["rejected"],
+        models=tuple(
+            RoutedModel(
+                content_id=model["content_id"],
+                met=model["met"],
+                missed=model["missed"],
+                rejected=model["rejected"],
+                in_flight=model["in_flight"],
+                held=model["held"],
+            )
+            for model in report.get("models", ())  # an older release has none
+        ),
+    )
 
 
 def _worker(report: dict[str, Any]) -> Worker:

@@ -109,16 +109,8 @@ def decide(
         return order(*_relieved(needs, before, bounds, measured, config.target_utilisation))
     if smaller is None or not is_quiet:
         return order(before, "Nothing to change.")
-    if measured.goodput < config.goodput_target:
-        return order(
-            before,
-            f"A worker could go, but {measured.goodput:.1%} of the requests met their objectives, less than "
-            f"{config.goodput_target:.1%}: none is stopped.",
-        )
-    if now_s - since_s < config.scale_in_s:
-        return order(
-            before, f"A worker could go if that holds for {config.scale_in_s:g} s; so far {now_s - since_s:.0f} s."
-        )
+    if why := _why_keep(measured, config, now_s - since_s):
+        return order(before, why)
     return order(
         smaller,
         f"For {now_s - since_s:.0f} s {smaller} was enough, now at {needs.pressure(smaller):.0%}: one stops.",
@@ -208,6 +200,22 @@ def _why_wait(measured: Measured, state: PolicyState, config: AutoscaleConfig, n
         return "No worker is ready, so nothing was measured."
     if (rest_s := state.acted_s + config.cool_down_s - now_s) > 0:
         return f"Nothing changes for another {rest_s:.0f} s after what was ordered last, or after the start."
+    return ""
+
+
+def _why_keep(measured: Measured, config: AutoscaleConfig, quiet_s: float) -> str:
+    """Return the reason why a surplus worker is not stopped yet; empty: there is none.
+
+    Args:
+        quiet_s: time for which the pools have had it.
+    """
+    if measured.goodput < config.goodput_target:
+        return (
+            f"A worker could go, but {measured.goodput:.1%} of the requests met their objectives, less than "
+            f"{config.goodput_target:.1%}: none is stopped."
+        )
+    if quiet_s < config.scale_in_s:
+        return f"A worker could go if that holds for {config.scale_in_s:g} s; so far {quiet_s:.0f} s."
     return ""
 
 

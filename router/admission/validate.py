@@ -291,8 +291,6 @@ class SloCounts:
     rejected: int = 0
     in_flight: int = 0
     """Requests that have arrived and not ended."""
-    held: int = 0
-    """Those of them that wait until the model is awake."""
 
 
 def claim_of(request: GenerateRequest, tenant: Tenant, config: RouterConfig, arrived_s: float) -> Claim:

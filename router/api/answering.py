@@ -313,7 +313,7 @@ class Taking:
         refused = RefusedBody(
             request_id=id_of(self._request),
             tenant=self._request.state.tenant.id,
-            model=self._model,
+            model=self._model or self._models.name_for("", self._request.state.tenant),
             operation=self._operation,
             arrived_s=self._arrived_s,
             error=error,

@@ -147,7 +147,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             refused = RefusedBody(
                 request_id=request.request_id[:MAX_REQUEST_ID],
                 tenant=CALLER.get().id,
-                model="",
+                model=self._models.name_for("", CALLER.get()),
                 operation="chat" if request.HasField("chat") else "text_completion",
                 arrived_s=arrived_s,
                 error=error,

@@ -7,7 +7,7 @@ request (`router.models.table`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from baton.v1 import inference_pb2
@@ -26,11 +26,11 @@ class NamesModel(Protocol):
     def model(self) -> str | None: ...
 
 
-def opening_of(body: NamesModel) -> str:
-    """Return the start of the prompt of any API's body."""
-    instructions = getattr(body, "system", None) or getattr(body, "instructions", None) or ""
+def opening_of(body: NamesModel | Mapping[str, Any]) -> str:
+    """Return the start of the prompt of any API's body, validated or as JSON."""
+    instructions = _field(body, "system") or _field(body, "instructions") or ""
     for name in ("messages", "input", "prompt", "text", "tokens"):
-        if (found := getattr(body, name, None)) is not None:
+        if (found := _field(body, name)) is not None:
             return f"{instructions}\0{_start(found)}"
     return str(instructions)
 
@@ -44,14 +44,21 @@ def opening_of_message(message: inference_pb2.GenerateRequest | inference_pb2.To
     return message.text[:FIRST_CHARACTERS]
 
 
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
 def _start(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt[:FIRST_CHARACTERS]
-    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], int):
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
+        return str(prompt)[:FIRST_CHARACTERS]
+    if isinstance(prompt[0], int):
         return str(list(prompt[:FIRST_TOKENS]))
-    if isinstance(prompt, Sequence) and prompt and hasattr(prompt[0], "role"):
-        return _until_user((each.role, str(each.content)) for each in prompt if hasattr(each, "role"))
-    return _start(prompt[0]) if isinstance(prompt, Sequence) and prompt else str(prompt)[:FIRST_CHARACTERS]
+    if any(_field(each, "role") for each in prompt):
+        return _until_user((str(_field(each, "role")), str(_field(each, "content"))) for each in prompt)
+    first = prompt[0]  # of several prompts
+    if isinstance(first, Sequence):
+        first = first[: FIRST_CHARACTERS if isinstance(first, str) else FIRST_TOKENS]
+    return str(first)
 
 
 def _until_user(messages: Iterable[tuple[str, str]]) -> str:

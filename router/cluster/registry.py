@@ -54,6 +54,7 @@ class ModelWatch:
 
     Args:
         counts: counts of this router's requests of the model.
+        num_held: returns how many of them wait until the model is awake.
         adapters: the registry of LoRA adapters, which is followed too.
         engines: settings of each pool's engine that differ from the other pool's, for `served`; None: not known.
     """
@@ -67,6 +68,7 @@ class ModelWatch:
         client: WorkerClient,
         follower: MirrorFollower,
         counts: SloCounts,
+        num_held: Callable[[], int],
         adapters: AdapterStore,
         poll_s: float,
         lease_s: float,
@@ -78,6 +80,7 @@ class ModelWatch:
         self._client = client
         self._follower = follower
         self._counts = counts
+        self._num_held = num_held
         self._adapters = adapters
         self._follows_adapters = True
         """False if the registry of adapters could not be read at the last poll."""
@@ -186,7 +189,7 @@ class ModelWatch:
             rejected=counts.rejected,
             ready_workers=_ready(self.pools.workers).total(),
             in_flight=counts.in_flight,
-            held=counts.held,
+            held=self._num_held(),
         )
 
     def served(self, routers: Collection[RouterInfo]) -> ServedModel:
@@ -209,7 +212,7 @@ class ModelWatch:
             state=ModelState.LEAVING if model.is_leaving else self.pools.state,
             pools=pools,
             controller=self._controller,
-            held=sum(router.of_model(model.content_id).held for router in routers) if routers else self._counts.held,
+            held=sum(router.of_model(model.content_id).held for router in routers) if routers else self._num_held(),
             wake_s=model.wake_s,
         )
 

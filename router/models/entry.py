@@ -12,6 +12,7 @@ from baton.blocks import content_id
 from baton.cluster import ModelAnnouncement, Role
 from baton.config import Config
 from baton.rpc.member_auth import MemberLink
+from baton.v1 import admin_pb2
 from kvstore.adapters import RedisAdapters
 from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, RedisIndex, Seal
 from kvstore.leases import RedisLeases, RedisRecords, ReportedLoads
@@ -24,8 +25,7 @@ from router.placement.pool_view import UNKNOWN_LENGTH, HintTracker, PoolView
 from router.prompt import Tokenizer
 from router.request.model import LoadedModel
 from router.request.resume import Journal
-from router.serve.driver import ChoiceDriver
-from router.serve.images import ImageLooker
+from router.serve import ChoiceDriver, Holding, ImageLooker, Waker
 from router.serve.worker_client import WorkerClient
 from router.service import Front, RouterService
 
@@ -111,6 +111,9 @@ class ModelEntry:
         router = replace(config.router, mode=announcement.mode)
         pools = PoolView(stores.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
         client, counts = WorkerClient(keys, shared.link.tls), SloCounts()
+        controller = ControllerClient(lambda: watch.controller(), keys, shared.link.tls)
+        waker = Waker(pools, lambda: controller.wake(admin_pb2.WakeModelRequest()), router)
+        holding = Holding(pools=pools, held=front.held, waker=waker, config=router)
         watch = ModelWatch(
             announcement,
             leases=stores.leases,
@@ -118,6 +121,7 @@ class ModelEntry:
             client=client,
             follower=stores.follower,
             counts=counts,
+            num_held=lambda: holding.num_held,
             adapters=stores.adapters,
             poll_s=config.index.poll_s,
             lease_s=config.index.lease_s,
@@ -129,13 +133,15 @@ class ModelEntry:
             hints=HintTracker(stores.mirror, front.instruments),
             config=router,
             instruments=front.instruments,
+            waker=waker,
             keys=keys,
         )
         service = RouterService(
             model,
             front,
             driver=driver,
-            looker=ImageLooker(pools=pools, client=client, config=router),
+            holding=holding,
+            looker=ImageLooker(pools=pools, client=client, config=router, waker=waker),
             journal=stores.journal,
             slo_counts=counts,
             worker_limit=pools.max_model_len,
@@ -148,7 +154,7 @@ class ModelEntry:
             client=client,
             watch=watch,
             service=service,
-            controller=ControllerClient(watch.controller, keys, shared.link.tls),
+            controller=controller,
             adapters=AdapterOrders(stores.adapters, client, lambda: pools.workers, model.facts.id),
             counts=counts,
         )

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 
 from baton.cluster import ModelAnnouncement, WorkerState
 from baton.errors import BatonError, StoreUnavailable
+from baton.rpc.model_files import FileSource
 from baton.tasks import cancel_and_wait
 from kvstore.leases import MODEL_LEASE_S, EndpointStore
 from router.models.entry import ModelEntry, ModelStores, Shared, load_model
-from router.models.files import ModelFileCache, Source
+from router.models.files import ModelFileCache
 from router.models.table import ModelTable
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class ModelFollower:
             entries = [self._own]
         for each in entries:
             await each.close()
+        self._files.close()
 
     async def _poll(self, tasks: asyncio.TaskGroup) -> None:
         announced = {each.content_id: each for each in await self._store.list_models()}
@@ -194,6 +196,11 @@ class ModelFollower:
         for each in (*left.values(), *replaced):
             await cancel_and_wait([each.running])
             await each.entry.close()
+        if left or replaced:
+            used = {each.entry.announcement.files for each in (*self._serving.values(), *self._retired)}
+            for each in (*left.values(), *replaced):
+                if each.entry.announcement.files not in used:
+                    self._files.release(each.entry.announcement.files)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
@@ -252,12 +259,12 @@ class ModelFollower:
                 return entry
 
 
-async def _sources(stores: ModelStores, digest: str) -> list[Source]:
+async def _sources(stores: ModelStores, digest: str) -> list[FileSource]:
     """Return who provides a model's files: its workers, and last its controller."""
     workers = [each.info for each in await stores.leases.list_workers() if each.load.state is not WorkerState.DEAD]
-    sources = [Source(info.id, info.address, info.incarnation) for info in workers if info.files == digest]
+    sources = [FileSource(info.id, info.address, info.incarnation) for info in workers if info.files == digest]
     if (controller := await stores.leases.get_controller()) is not None:
-        sources.append(Source("the controller", controller.address, controller.incarnation))
+        sources.append(FileSource("the controller", controller.address, controller.incarnation))
     return sources
 
 

@@ -104,7 +104,11 @@ class ModelTable:
     # -- names ---------------------------------------------------------------------------------------------------------
 
     def service(self, name: str, tenant: Tenant, opening: Opening) -> RouterService:
-        """Return the service of the release that serves a request.
+        """Return the service of the release that serves a request; see `release`."""
+        return self.release(name, tenant, opening).service
+
+    def release(self, name: str, tenant: Tenant, opening: Opening) -> Release:
+        """Return the release that serves a request.
 
         Args:
             name: model that the client requests; empty: it names none.
@@ -116,9 +120,9 @@ class ModelTable:
         """
         releases = self._of(name, tenant)
         if len(releases) == 1:
-            return releases[0].service
+            return releases[0]
         session = f"{tenant.id}\0{opening()[:MAX_OPENING]}".encode("utf-8", "surrogatepass")
-        return max(releases, key=lambda each: _rank(each, session)).service
+        return max(releases, key=lambda each: _rank(each, session))
 
     def name_for(self, name: str, tenant: Tenant) -> str:
         """Return the name of the model or adapter that a client requests, for records; empty: it is not known.
@@ -132,7 +136,7 @@ class ModelTable:
         return name or releases[0].name
 
     def _of(self, name: str, tenant: Tenant) -> tuple[Release, ...]:
-        """Return the releases that may serve a request, with shares above 0 unless all are 0; see `service`."""
+        """Return the releases that may serve a request, with shares above 0 unless all are 0; see `release`."""
         if not name:
             return self._unnamed(tenant)
         if tenant.may_use(name):
@@ -164,7 +168,7 @@ class ModelTable:
     # -- cards ---------------------------------------------------------------------------------------------------------
 
     def card(self, name: str, tenant: Tenant) -> ModelCard:
-        """Return the card of a model or an adapter. Raises ModelNotFound: see `service`."""
+        """Return the card of a model or an adapter. Raises ModelNotFound: see `release`."""
         return _card(self._of(name, tenant), name)
 
     def cards(self, tenant: Tenant) -> list[ModelCard]:

@@ -145,6 +145,11 @@ class Holding:
         """True if `_release` is about to run."""
 
     @property
+    def is_needed(self) -> bool:
+        """True if the model sleeps or wakes, so that requests must be held."""
+        return self._pools.sleeps
+
+    @property
     def num_held(self) -> int:
         """Number of held requests of this model."""
         return len(self._waiting)
@@ -152,7 +157,7 @@ class Holding:
     async def until_awake(self, request_id: str, num_choices: int, claim: Claim, num_bytes: int) -> Release:
         """Hold a request until its model is awake and the limiter has slots for it.
 
-        Call this only if the model sleeps (`PoolView.sleeps`). The caller must enter the slot at once, and may use
+        Call this only if it `is_needed`. The caller must enter the slot at once, and may use
         nothing of the request's objectives until then.
 
         Args:

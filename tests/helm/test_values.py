@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helm.chart import CHART, HASH, MAJORS, MATRIX, Values, pod_of, render, template
+from tests.helm.chart import (
+    AUTOSCALE,
+    CHART,
+    HASH,
+    MAJORS,
+    MATRIX,
+    SLEEP,
+    TOGGLES,
+    Values,
+    pod_of,
+    render,
+    template,
+)
 from tools import chart_docs
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
@@ -122,6 +134,39 @@ CONTRADICTIONS = {
     "a pool's own pods where they are shared": (
         "worker.perPod=2,pools.decode.nodeSelector.gpu=h100",
         "worker.perPod is 2, so both pools have the same pods: pools.decode.nodeSelector has no effect",
+    ),
+    "an HPA that wakes a model": (
+        f"{','.join(SLEEP)},config.autoscale.dry_run=true,config.autoscale.max_workers=4,pools.decode.hpa.enabled=true",
+        "an HPA does not start the first worker of an empty pool",
+    ),
+    "KEDA and a model that does not sleep": (
+        f"{','.join(AUTOSCALE)},pools.decode.keda.enabled=true,pools.decode.keda.serverAddress=http://a,"
+        "pools.decode.minReplicas=0",
+        "routers hold requests for an empty pool only if the model may sleep",
+    ),
+    "a model that sleeps beside workers": (
+        f"{','.join(SLEEP)},pools.prefill.minReplicas=1",
+        "pools.prefill.minReplicas is 1: set pools.prefill.minReplicas=0 and pools.decode.minReplicas=0",
+    ),
+    "a model that sleeps beside workers of one pool": (
+        f"{','.join(SLEEP)},config.autoscale.min_prefill=1",
+        "set config.autoscale.min_prefill=0 too",
+    ),
+    "a model that sleeps from the start": (
+        f"{','.join(SLEEP)},pools.decode.initialReplicas=0",
+        "routers learn of a model from its first worker",
+    ),
+    "a model that sleeps and is forgotten": (
+        f"{','.join(SLEEP)},controller.persistence.enabled=false",
+        "set controller.persistence.enabled=true",
+    ),
+    "a pool of no gateway": (
+        "gateway.inferencePool.enabled=true",
+        "gateway.inferencePool.enabled needs gateway.enabled",
+    ),
+    "a pool of routers that speak TLS": (
+        f"{','.join(TOGGLES['gateway'])},gateway.inferencePool.enabled=true,tls.existingSecret=a",
+        "set gateway.backendTLS.caConfigMap",
     ),
     "two autoscalers": (
         "config.autoscale.enabled=true,pools.decode.hpa.enabled=true",

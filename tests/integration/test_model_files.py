@@ -18,7 +18,7 @@ from baton.trust import Principal
 from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import RedisConnection
 from kvstore.leases import RedisLeases
-from router.models import ModelFileCache
+from router.models.files import ModelFileCache
 from router.prompt import Tokenizer
 from tests.support.members import keys_of, secret_file
 from tests.support.model_folders import TEMPLATE, backend, write

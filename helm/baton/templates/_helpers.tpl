@@ -16,8 +16,47 @@
 {{- end }}
 {{- end }}
 
+{{/* The release with the routers and Redis, which is this one unless parts.door is false. */}}
+{{- define "baton.doorFullname" -}}
+{{- if .Values.parts.door -}}
+{{ include "baton.fullname" . }}
+{{- else if .Values.door.fullname -}}
+{{ .Values.door.fullname }}
+{{- else if contains (include "baton.name" .) .Values.door.release -}}
+{{ .Values.door.release | trunc 45 | trimSuffix "-" }}
+{{- else -}}
+{{ printf "%s-%s" .Values.door.release (include "baton.name" .) | trunc 45 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.doorRelease" -}}
+{{ .Values.parts.door | ternary .Release.Name .Values.door.release }}
+{{- end }}
+
+{{- define "baton.doorNamespace" -}}
+{{ .Values.parts.door | ternary "" .Values.door.namespace | default .Release.Namespace }}
+{{- end }}
+
+{{/* The routers. */}}
 {{- define "baton.host" -}}
-{{ include "baton.fullname" . }}.{{ .Release.Namespace }}.svc
+{{ include "baton.doorFullname" . }}.{{ include "baton.doorNamespace" . }}.svc
+{{- end }}
+
+{{/* The name under which clients request the model. */}}
+{{- define "baton.servedName" -}}
+{{ .Values.config.model.served_name | default (.Values.config.model.id | trimSuffix "/" | splitList "/" | last) }}
+{{- end }}
+
+{{/* The name of this release of the model, in metrics too. */}}
+{{- define "baton.modelRelease" -}}
+{{ .Values.config.model.release | default .Release.Name }}
+{{- end }}
+
+{{/* Whether the routers serve the model of this release's configuration from the start. */}}
+{{- define "baton.ownModel" -}}
+{{- if and .Values.parts.model (dig "router" "own_model" true .Values.config) -}}
+yes
+{{- end }}
 {{- end }}
 
 {{/* Where processes listen: at every address of their pod. `::` takes IPv4 as well, if the pod's kernel has IPv6. */}}
@@ -34,11 +73,11 @@
 {{- end }}
 
 {{- define "baton.redisHost" -}}
-{{ include "baton.fullname" . }}-redis.{{ .Release.Namespace }}.svc
+{{ include "baton.doorFullname" . }}-redis.{{ include "baton.doorNamespace" . }}.svc
 {{- end }}
 
 {{- define "baton.redisSecretName" -}}
-{{ .Values.redis.passwords.existingSecret | default (printf "%s-redis" (include "baton.fullname" .)) }}
+{{ .Values.redis.passwords.existingSecret | default (printf "%s-redis" (include "baton.doorFullname" .)) }}
 {{- end }}
 
 {{- define "baton.rayStoreSecretName" -}}
@@ -46,7 +85,7 @@
 {{- end }}
 
 {{- define "baton.clusterSecretName" -}}
-{{ .Values.clusterSecret.existingSecret | default (printf "%s-cluster" (include "baton.fullname" .)) }}
+{{ .Values.clusterSecret.existingSecret | default (printf "%s-cluster" (include "baton.doorFullname" .)) }}
 {{- end }}
 
 {{- define "baton.cacheSecretName" -}}
@@ -137,8 +176,16 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- define "baton.podLabels" -}}
 {{- $root := index . 2 -}}
 {{ include "baton.selector" (list (index . 0) $root) }}
-{{- with merge (dict) (index . 1) $root.Values.commonLabels }}
+{{- with merge (dict) (include "baton.doorLabels" $root | fromYaml) (index . 1) $root.Values.commonLabels }}
 {{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* By which the policies of the release with the routers admit the pods of other releases. */}}
+{{- define "baton.doorLabels" -}}
+{{- if not .Values.parts.door -}}
+baton.dev/door: {{ .Values.door.release | quote }}
+baton.dev/door-namespace: {{ include "baton.doorNamespace" . | quote }}
 {{- end }}
 {{- end }}
 
@@ -304,7 +351,7 @@ karpenter.sh/do-not-disrupt: "true"
 {{/* Upgrades with --reuse-values have the values of the chart before, without what is new in this one. Every template asks
      for the name first, so this sentence comes before what a missing value would say. */}}
 {{- define "baton.validateAge" -}}
-{{- if not (and (hasKey .Values "crds") (hasKey .Values "secrets")) }}
+{{- if not (and (hasKey .Values "crds") (hasKey .Values "secrets") (hasKey .Values "parts")) }}
 {{- fail "these values are those of an older chart, and lack what is new in this one: upgrade with --reset-then-reuse-values in place of --reuse-values, or with --values" }}
 {{- end }}
 {{- end }}
@@ -312,6 +359,7 @@ karpenter.sh/do-not-disrupt: "true"
 {{/* What the values together cannot mean. The schema refuses what one value alone cannot. */}}
 {{- define "baton.validate" -}}
 {{- $values := .Values }}
+{{- include "baton.validateParts" . }}
 {{- if and $values.redis.enabled (or $values.redis.external.url $values.redis.external.existingSecret) }}
 {{- fail "redis.external is set, but redis.enabled is true: set redis.enabled=false to use your own Redis" }}
 {{- end }}
@@ -332,15 +380,12 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if and $values.router.tenants.existingSecret $values.router.tenants.inline }}
 {{- fail "set router.tenants.existingSecret or router.tenants.inline, not both" }}
 {{- end }}
-{{- include "baton.validateModel" . }}
 {{- include "baton.validateNetwork" . }}
 {{- include "baton.validateLabels" . }}
+{{- if $values.parts.model }}
+{{- include "baton.validateModel" . }}
 {{- include "baton.validateDevices" . }}
-{{- if and (not (include "baton.inPlace" .)) (has (toString $values.worker.maxSurge) (list "0" "0%")) }}
-{{- fail "worker.maxSurge is 0, and worker.updateStrategy surge starts a new worker before an old one leaves: set worker.updateStrategy=inPlace, or a worker.maxSurge of at least 1" }}
-{{- end }}
-{{- if and (eq $values.modelCache.type "hostPath") (not $values.modelCache.hostPath) }}
-{{- fail "modelCache.type is hostPath: set modelCache.hostPath to a folder of the nodes" }}
+{{- include "baton.validatePools" . }}
 {{- end }}
 {{- if and $values.ingress.enabled (not $values.ingress.host) (not $values.ingress.grpcHost) }}
 {{- fail "ingress.enabled needs ingress.host or ingress.grpcHost" }}
@@ -351,14 +396,6 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if and $values.redis.tls (not (include "baton.tlsSecretName" $)) }}
 {{- fail "redis.tls is true, which needs tls.issuer.name or tls.existingSecret" }}
 {{- end }}
-{{- $isEncrypted := or (include "baton.tlsSecretName" $) (dig "cluster" "tls_certificate" "" $values.config) }}
-{{- if and $isEncrypted (not (has "nccl" (dig "transfer" "plaintext_transports" list $values.config))) }}
-{{- range $role := list "prefill" "decode" }}
-{{- if (include "baton.pool" (list $role $) | fromYaml).rdma.enabled }}
-{{- fail (printf "the %s pool has RDMA devices, but KV would go over TCP: members have certificates, and NCCL cannot encrypt. Where nobody else is on the network between the GPUs, set config.transfer.plaintext_transports=[nccl]; else set worker.rdma.enabled=false" $role) }}
-{{- end }}
-{{- end }}
-{{- end }}
 {{- if and $values.monitoring.serviceMonitor.enabled $values.monitoring.podMonitor.enabled }}
 {{- fail "enable monitoring.serviceMonitor or monitoring.podMonitor, not both: every request would be counted twice" }}
 {{- end }}
@@ -368,12 +405,91 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if and $values.router.autoscaling.enabled $values.router.autoscaling.targetCPUUtilizationPercentage (not (dig "requests" "cpu" "" $values.router.resources)) }}
 {{- fail "router.autoscaling.enabled needs router.resources.requests.cpu, of which it measures the use" }}
 {{- end }}
+{{- end }}
+
+{{/* Whether a model without requests stops all of its workers. */}}
+{{- define "baton.maySleep" -}}
+{{- $autoscale := .Values.config.autoscale | default dict }}
+{{- if and $autoscale.enabled (eq (dig "min_decode" 1 $autoscale | int) 0) -}}
+yes
+{{- end }}
+{{- end }}
+
+{{/* What release this is, and of which endpoint. */}}
+{{- define "baton.validateParts" -}}
+{{- $values := .Values }}
+{{- if not (or $values.parts.door $values.parts.model) }}
+{{- fail "parts.door and parts.model are both false, so the release would be empty: set parts.door for routers and Redis, parts.model for a model's workers, or both" }}
+{{- end }}
+{{- if $values.parts.door }}
+{{- if or $values.door.release $values.door.namespace $values.door.fullname }}
+{{- fail "door names another release with the routers, but parts.door is true: set parts.door=false for a release with a model only" }}
+{{- end }}
+{{- if and (not $values.parts.model) (dig "router" "own_model" false $values.config) }}
+{{- fail "config.router.own_model is true, but parts.model is false: routers without a model of their own serve those that other releases announce; remove the setting, or set parts.model=true" }}
+{{- end }}
+{{- else }}
+{{- if not $values.door.release }}
+{{- fail "parts.door is false: set door.release to the Helm release with the routers and Redis, and door.namespace if that is in another namespace" }}
+{{- end }}
+{{- $isHere := eq (include "baton.doorNamespace" .) .Release.Namespace }}
+{{- if and $isHere (eq $values.door.release .Release.Name) }}
+{{- fail (printf "door.release is %q, which is this release: name the one with the routers, or set parts.door=true" .Release.Name) }}
+{{- end }}
+{{- if $isHere }}
+{{- $full := include "baton.fullname" . }}
+{{- $door := include "baton.doorFullname" . }}
+{{- range $suffix := list "" "-router" "-controller" "-head" "-workers" "-prefill" "-decode" "-worker" "-redis" "-ray-store" "-names" "-test" "-mesh" "-outside" "-metrics" }}
+{{- if or (eq $full (print $door $suffix)) (eq $door (print $full $suffix)) }}
+{{- fail (printf "objects of this release would be named after %q, and those of release %s after %q, so some would have the same name: use another release name, or set fullnameOverride" $full $values.door.release $door) }}
+{{- end }}
+{{- end }}
+{{- else }}
+{{- $names := dict "clusterSecret.existingSecret" $values.clusterSecret.existingSecret }}
+{{- if $values.redis.enabled }}
+{{- $_ := set $names "redis.passwords.existingSecret" $values.redis.passwords.existingSecret }}
+{{- end }}
+{{- range $name, $value := $names }}
+{{- if not $value }}
+{{- $secret := eq $name "clusterSecret.existingSecret" | ternary (include "baton.clusterSecretName" $) (include "baton.redisSecretName" $) }}
+{{- fail (printf "the routers are in namespace %s, whose Secrets pods of %s cannot read: copy Secret %s, and set %s to the name of the copy" $values.door.namespace $.Release.Namespace $secret $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.validatePools" -}}
+{{- $values := .Values }}
+{{- if and (not (include "baton.inPlace" .)) (has (toString $values.worker.maxSurge) (list "0" "0%")) }}
+{{- fail "worker.maxSurge is 0, and worker.updateStrategy surge starts a new worker before an old one leaves: set worker.updateStrategy=inPlace, or a worker.maxSurge of at least 1" }}
+{{- end }}
+{{- $isEncrypted := or (include "baton.tlsSecretName" $) (dig "cluster" "tls_certificate" "" $values.config) }}
+{{- if and $isEncrypted (not (has "nccl" (dig "transfer" "plaintext_transports" list $values.config))) }}
+{{- range $role := list "prefill" "decode" }}
+{{- if (include "baton.pool" (list $role $) | fromYaml).rdma.enabled }}
+{{- fail (printf "the %s pool has RDMA devices, but KV would go over TCP: members have certificates, and NCCL cannot encrypt. Where nobody else is on the network between the GPUs, set config.transfer.plaintext_transports=[nccl]; else set worker.rdma.enabled=false" $role) }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- $name := include "baton.poolName" (list "decode" .) }}
 {{- if eq $name (include "baton.poolName" (list "prefill" .)) }}
 {{- fail (printf "pools.prefill.name and pools.decode.name are both %q" $name) }}
 {{- end }}
 {{- $autoscale := $values.config.autoscale | default dict }}
 {{- $scalesItself := and $autoscale.enabled (not $autoscale.dry_run) }}
+{{- $maySleep := include "baton.maySleep" . }}
+{{- if $maySleep }}
+{{- if dig "min_prefill" 1 $autoscale | int }}
+{{- fail "config.autoscale.min_decode is 0, so that the model sleeps without workers: set config.autoscale.min_prefill=0 too" }}
+{{- end }}
+{{- if not $values.pools.decode.initialReplicas }}
+{{- fail "config.autoscale.min_decode is 0, and so is pools.decode.initialReplicas: routers learn of a model from its first worker; set pools.decode.initialReplicas to at least 1, and the model sleeps after config.autoscale.idle_s" }}
+{{- end }}
+{{- if not $values.controller.persistence.enabled }}
+{{- fail "config.autoscale.min_decode is 0: while the model sleeps, only the controller has the files that routers need of it, and its pod may be replaced; set controller.persistence.enabled=true" }}
+{{- end }}
+{{- end }}
 {{- $gpus := dict }}
 {{- range $role := list "prefill" "decode" }}
 {{- $pool := include "baton.pool" (list $role $) | fromYaml }}
@@ -398,8 +514,15 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if and $pool.keda.enabled (not $pool.keda.query) (ne (float64 $pool.keda.threshold) 1.0) }}
 {{- fail (printf "pools.%s.keda.threshold is %v, and the default query counts workers: the pool would have 1/%v of the workers that it needs; set the threshold to 1, or give pools.%s.keda.query" $role $pool.keda.threshold $pool.keda.threshold $role) }}
 {{- end }}
-{{- if and (or $pool.hpa.enabled $pool.keda.enabled) (lt ($pool.minReplicas | int) 1) }}
-{{- fail (printf "pools.%s has an autoscaler, so pools.%s.minReplicas must be at least 1: an empty pool shows no demand" $role $role) }}
+{{- if lt ($pool.minReplicas | int) 1 }}
+{{- if $pool.hpa.enabled }}
+{{- fail (printf "pools.%s has an HPA, so pools.%s.minReplicas must be at least 1: an HPA does not start the first worker of an empty pool; KEDA and Baton's own autoscaler do" $role $role) }}
+{{- end }}
+{{- if and $pool.keda.enabled (not $maySleep) }}
+{{- fail (printf "pools.%s.keda is enabled and pools.%s.minReplicas is 0: routers hold requests for an empty pool only if the model may sleep; set config.autoscale.enabled=true, config.autoscale.min_prefill=0 and config.autoscale.min_decode=0, or a pools.%s.minReplicas of at least 1" $role $role $role) }}
+{{- end }}
+{{- else if and $maySleep (or $scalesItself $pool.keda.enabled) }}
+{{- fail (printf "config.autoscale.min_decode is 0, so that the model sleeps without workers, and pools.%s.minReplicas is %v: set pools.prefill.minReplicas=0 and pools.decode.minReplicas=0" $role $pool.minReplicas) }}
 {{- end }}
 {{- $_ := set $gpus $role ($pool.gpu.count | int) }}
 {{- include "baton.validateRanks" (list $role $) }}
@@ -422,7 +545,7 @@ karpenter.sh/do-not-disrupt: "true"
 {{/* Labels that the chart sets: selectors and policies are made of them. */}}
 {{- define "baton.validateLabels" -}}
 {{- $values := .Values }}
-{{- $own := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/part-of" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "helm.sh/chart" "baton.dev/pool" }}
+{{- $own := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/part-of" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "helm.sh/chart" "baton.dev/pool" "baton.dev/door" "baton.dev/door-namespace" }}
 {{- $places := dict "commonLabels" $values.commonLabels "ray.store.podLabels" $values.ray.store.podLabels }}
 {{- range $part := list "worker" "router" "controller" "head" "redis" }}
 {{- $_ := set $places (printf "%s.podLabels" $part) (get $values $part).podLabels }}
@@ -481,6 +604,9 @@ karpenter.sh/do-not-disrupt: "true"
 
 {{- define "baton.validateModel" -}}
 {{- $cache := .Values.modelCache }}
+{{- if and (eq $cache.type "hostPath") (not $cache.hostPath) }}
+{{- fail "modelCache.type is hostPath: set modelCache.hostPath to a folder of the nodes" }}
+{{- end }}
 {{- if not .Values.config.model.id }}
 {{- fail "config.model.id is empty: set it to a name of Baton's catalogue, a hub id such as org/name, or a folder of the pods" }}
 {{- end }}
@@ -531,6 +657,12 @@ karpenter.sh/do-not-disrupt: "true"
 {{- fail "router.service.nodePorts and .externalTrafficPolicy are for types NodePort and LoadBalancer, and router.service.type is ClusterIP" }}
 {{- end }}
 {{- with $values.gateway }}
+{{- if and .inferencePool.enabled (not .enabled) }}
+{{- fail "gateway.inferencePool.enabled needs gateway.enabled: its HTTPRoute leads to the InferencePool" }}
+{{- end }}
+{{- if and .inferencePool.enabled (include "baton.tlsSecretName" $) (not .backendTLS.caConfigMap) }}
+{{- fail "gateway.inferencePool.enabled: the routers speak TLS, which the Gateway does for an InferencePool only by a BackendTLSPolicy; set gateway.backendTLS.caConfigMap" }}
+{{- end }}
 {{- if .enabled }}
 {{- if not .parentRefs }}
 {{- fail "gateway.enabled needs gateway.parentRefs: the Gateway that takes the routes" }}
@@ -551,10 +683,23 @@ karpenter.sh/do-not-disrupt: "true"
 {{- end }}
 {{- end }}
 
+{{/* Whether routers answer Gateways that ask which of them serves a request. */}}
+{{- define "baton.picks" -}}
+{{- if and .Values.gateway.enabled .Values.gateway.inferencePool.enabled -}}
+yes
+{{- end }}
+{{- end }}
+
+{{/* The name that all releases of an endpoint have in common in Redis. */}}
+{{- define "baton.endpoint" -}}
+{{ dig "cluster" "endpoint" "" .Values.config | default (include "baton.doorRelease" .) }}
+{{- end }}
+
 {{/* Settings: the user's, and what the chart knows. They are JSON inside, so that no number changes its form. */}}
 {{- define "baton.config" -}}
 {{- $full := include "baton.fullname" . }}
-{{- $config := deepCopy .Values.config }}
+{{- $parts := .Values.parts }}
+{{- $config := $parts.model | ternary .Values.config (omit .Values.config "model" "engine" "transfer" "autoscale") | deepCopy }}
 {{- $gpus := include "baton.gpusDiffer" . | empty | ternary ((include "baton.pool" (list "decode" .) | fromYaml).gpu.count | int) 0 }}
 {{- $rollout := include "baton.rollout" . | fromJson }}
 {{- $unavailable := $rollout.maxUnavailable }}
@@ -565,6 +710,7 @@ karpenter.sh/do-not-disrupt: "true"
   "max_surge" ($rollout.maxSurge | toString)
   "max_unavailable" ($unavailable | toString)
   "name" $full
+  "endpoint" (include "baton.endpoint" .)
   "prefill" (.Values.pools.prefill.initialReplicas | int)
   "decode" (.Values.pools.decode.initialReplicas | int)
   "grpc_port" 50051
@@ -573,6 +719,9 @@ karpenter.sh/do-not-disrupt: "true"
   "controller_port" 50052
   "state_file" "/var/lib/baton/state.json"
   "gpus_per_worker" $gpus }}
+{{- if not $parts.model }}
+{{- $cluster = pick $cluster "name" "endpoint" "grpc_port" "http_port" }}
+{{- end }}
 {{- $cluster = merge $cluster (include "baton.tlsCluster" . | fromJson) }}
 {{- $kubernetes := dict
   "namespace" .Release.Namespace
@@ -597,17 +746,26 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if and (include "baton.tlsDrawn" .) $given.otlp_endpoint (not (hasKey $given "otlp_tls")) }}
 {{- $_ := set $telemetry "otlp_tls" true }}
 {{- end }}
-{{- $set := dict "cluster" $cluster "kubernetes" $kubernetes "telemetry" $telemetry }}
+{{- $set := dict "cluster" $cluster "telemetry" $telemetry }}
+{{- if $parts.model }}
+{{- $_ := set $set "kubernetes" $kubernetes }}
+{{- $model := dict "release" (include "baton.modelRelease" .) }}
+{{- if eq .Values.modelCache.type "image" }}
+{{- $_ := set $model "path" (printf "/var/lib/baton-model/%s" (trimAll "/" .Values.modelCache.image.path) | trimSuffix "/") }}
+{{- end }}
+{{- $_ := set $set "model" $model }}
 {{- if $gpus }}
 {{- $_ := set $set "engine" (dict "tensor_parallel" $gpus) }}
 {{- end }}
 {{- with include "baton.poolsConfig" . | fromJson }}
 {{- $_ := set $set "pools" . }}
 {{- end }}
+{{- end }}
 {{- if .Values.redis.external.url }}
 {{- $_ := set $set "index" (dict "redis_url" .Values.redis.external.url) }}
 {{- end }}
-{{- $router := dict }}
+{{- if $parts.door }}
+{{- $router := $parts.model | ternary (dict) (dict "own_model" false) }}
 {{- if include "baton.tenantsSecretName" . }}
 {{- $_ := set $router "tenants_file" "/etc/baton-tenants/tenants.yaml" }}
 {{- end }}
@@ -615,12 +773,13 @@ karpenter.sh/do-not-disrupt: "true"
 {{- with .Values.router.maxConnectionAgeSeconds | default (mulf 0.8 .Values.router.preStopSeconds) }}
 {{- $_ := set $router "max_connection_age_s" . }}
 {{- end }}
+{{- if include "baton.picks" . }}
+{{- $_ := set $router "picker_port" 9002 }}
+{{- end }}
 {{- if ne .Values.tls.clientCertificates "off" }}
 {{- $_ := set $router "tls_client_certificates" .Values.tls.clientCertificates }}
 {{- end }}
 {{- $_ := set $set "router" $router }}
-{{- if eq .Values.modelCache.type "image" }}
-{{- $_ := set $set "model" (dict "path" (printf "/var/lib/baton-model/%s" (trimAll "/" .Values.modelCache.image.path) | trimSuffix "/")) }}
 {{- end }}
 {{- range $section, $values := mergeOverwrite $config $set }}
 {{- if $values }}
@@ -636,12 +795,15 @@ karpenter.sh/do-not-disrupt: "true"
      (list group root) */}}
 {{- define "baton.workerConfigChecksum" -}}
 {{- $root := index . 1 }}
-{{- printf "%s%s%s" (pick $root.Values.config "model" "transfer" "index" "telemetry" "testing" | toJson) (include "baton.poolEngine" .) (include "baton.tlsSecretName" $root) | sha256sum }}
+{{- $settings := pick (deepCopy $root.Values.config) "model" "transfer" "index" "telemetry" "testing" }}
+{{- $_ := set $settings "model" (omit $settings.model "release" "share") }}
+{{- printf "%s%s%s" ($settings | toJson) (include "baton.poolEngine" .) (include "baton.tlsSecretName" $root) | sha256sum }}
 {{- end }}
 
-{{/* What the controller reads, and hands to workers. */}}
+{{/* What the controller reads, hands to workers, and announces. */}}
 {{- define "baton.controllerConfigChecksum" -}}
-{{- printf "%s%s%s%s%s" (omit .Values.config "router" | toJson) (include "baton.poolsConfig" .) (include "baton.tlsSecretName" .) (include "baton.inPlace" .) (include "baton.rollout" .) | sha256sum }}
+{{- $endpoint := .Values.parts.door | ternary "" (include "baton.endpoint" .) }}
+{{- printf "%s%s%s%s%s%s%s" (omit .Values.config "router" | toJson) (dig "router" "mode" "" .Values.config) $endpoint (include "baton.poolsConfig" .) (include "baton.tlsSecretName" .) (include "baton.inPlace" .) (include "baton.rollout" .) | sha256sum }}
 {{- end }}
 
 {{/* Pods */}}
@@ -820,7 +982,7 @@ imagePullSecrets:
 
 {{/* Of an OCI image with a model. */}}
 {{- define "baton.modelMount" -}}
-{{- if eq .Values.modelCache.type "image" }}
+{{- if and .Values.parts.model (eq .Values.modelCache.type "image") }}
 - name: model
   mountPath: /var/lib/baton-model
   readOnly: true
@@ -829,7 +991,7 @@ imagePullSecrets:
 
 {{/* (dict "weights" "root") */}}
 {{- define "baton.modelVolume" -}}
-{{- if eq .root.Values.modelCache.type "image" }}
+{{- if and .root.Values.parts.model (eq .root.Values.modelCache.type "image") }}
 {{- with .root.Values.modelCache.image }}
 - name: model
   image:
@@ -894,7 +1056,9 @@ imagePullSecrets:
   emptyDir:
     sizeLimit: 2Mi
 - name: model-cache
-{{- if eq .Values.modelCache.type "persistentVolumeClaim" }}
+{{- if not .Values.parts.model }}
+  emptyDir: {}
+{{- else if eq .Values.modelCache.type "persistentVolumeClaim" }}
   persistentVolumeClaim:
     claimName: {{ .Values.modelCache.existingClaim | default (printf "%s-models" (include "baton.fullname" .)) | quote }}
 {{- else if eq .Values.modelCache.type "hostPath" }}
@@ -1023,6 +1187,9 @@ imagePullSecrets:
 {{ toYaml . }}
 {{- end }}
 {{- $names := list "model" }}
+{{- if and (eq .part "router") (not (include "baton.ownModel" .root)) }}
+{{- $names = list }}
+{{- end }}
 {{- if .root.Values.checks.enabled }}
 {{- $names = append $names "check" }}
 {{- end }}

@@ -50,7 +50,7 @@ from router.placement.pool_view import PoolView
 from router.prompt import Tokenizer
 from router.request.model import LoadedModel
 from router.request.resume import Journal
-from router.serve import ImageLooker, WorkerClient
+from router.serve import Holding, ImageLooker, WorkerClient
 from router.serve.choice import Choice, ChoiceGroup
 from router.service import Front, RouterService
 from router.timeline.usage_log import UsageBook
@@ -167,6 +167,7 @@ class Router:
             ),
             self.front,
             driver=stand_in,
+            holding=Holding(pools=self.pools, held=self.front.held, waker=waker(self.pools), config=RouterConfig()),
             looker=ImageLooker(pools=self.pools, client=self.client, config=RouterConfig(), waker=waker(self.pools)),
             journal=self.journal,
             slo_counts=SloCounts(),

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -161,6 +162,11 @@ class Leases(MemoryLeases):
         leases = await super().list_leases()
         return {worker_id: None if worker_id in self.unreadable else worker for worker_id, worker in leases.items()}
 
+    async def get_controller(self) -> ControllerInfo | None:
+        if self.is_away:
+            raise StoreUnavailable("away")
+        return await super().get_controller()
+
     async def boot(self) -> str:
         if self.is_away:
             raise StoreUnavailable("away")
@@ -199,6 +205,11 @@ class Bench:
         """Ready workers whose leases nobody renews."""
         self.draining: set[str] = set()
         """Workers that say so in their leases."""
+        self.info: dict[str, Any] = {}
+        """Further fields of what the workers say of themselves."""
+        self.load = WorkerLoad()
+        """What they say of their work."""
+        self.endpoint = MemoryEndpoint(self.store, lease_s=lease_s)
         me = ControllerInfo(pid=1, address="127.0.0.1:1")
         state, path = state or ControllerState(desired=desired, cluster="baton-x"), folder / "state.json"
         self.controller = Controller(
@@ -207,7 +218,7 @@ class Bench:
             malformed=MalformedCount(),
             actors=self.actors,
             leases=self.leases,
-            endpoint=MemoryEndpoint(self.store, lease_s=lease_s),
+            endpoint=self.endpoint,
             mirror=CountingMirror(),
             path=path,
             state=state,
@@ -222,9 +233,9 @@ class Bench:
                 role = self.controller.observed()[worker_id].role
                 if worker_id not in epochs or not self.store.lease(worker_id):
                     epochs[worker_id] = await self.leases.acquire(worker_id)
-                info = worker_info(worker_id, role, epoch=epochs[worker_id])
+                info = worker_info(worker_id, role, epoch=epochs[worker_id], **self.info)
                 state = WorkerState.DRAINING if worker_id in self.draining else WorkerState.READY
-                await self.leases.renew(info, WorkerLoad(state=state))
+                await self.leases.renew(info, replace(self.load, state=state))
             await asyncio.sleep(LEASE_S / 5)
 
 

@@ -96,6 +96,22 @@ def test_a_node_stays_until_its_worker_has_gone_and_then_goes_itself() -> None:
     assert gone == NodePlan({P: 1, D: 1}, {"b": 0}), "and b is the one that costs least"
 
 
+def test_pools_of_a_model_that_sleeps_have_no_node_until_it_wakes() -> None:
+    """The nodes of its last workers go with them."""
+    pods, none = [pod("p", P), pod("d", D)], {P: 0, D: 0}
+    leaving = [worker(P, "p", stays=False), worker(D, "d", stays=False)]
+    assert plan(none, {P: 1, D: 1}, pods, leaving).sizes == {P: 1, D: 1}
+    assert plan(none, {P: 1, D: 1}, pods, []).sizes == none
+    assert plan(none, none, [], []) == NodePlan({P: 0, D: 0}, {})
+    assert plan({P: 1, D: 1}, none, [], []).sizes == {P: 1, D: 1}, "at once, before its workers wait"
+    assert plan({P: 1, D: 1}, {P: 1, D: 1}, [], [worker(P), worker(D)]).sizes == {P: 1, D: 1}
+    assert shared((0, 0), 2, ["a", "b"], []).sizes == {BOTH: 0}
+    assert shared((0, 1), 0, [], []).sizes == {BOTH: 1}
+    report = PoolReport(desired=0, num_workers=0, num_ready=0, num_draining=0)
+    ready, limited = status_of(PoolSpec(size=0, asked=0), report, {})["conditions"]
+    assert (ready["status"], limited["status"]) == ("True", "False")
+
+
 def test_a_worker_that_changed_its_role_keeps_its_node() -> None:
     """Of the prefill Deployment, in which it decodes now."""
     pods = [pod("a", P), pod("b", P), pod("c", D)]

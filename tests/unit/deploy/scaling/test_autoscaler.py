@@ -6,12 +6,13 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from baton.cluster import ClusterStatus, PoolStatus, Role, WorkerLoad, WorkerState
+from baton.cluster import ClusterStatus, PoolStatus, Role, RouterInfo, WorkerLoad, WorkerState
 from baton.config import AutoscaleConfig, Config, PoolConfig, PoolsConfig, RouterConfig, SloClassConfig
-from baton.errors import Conflict, NoController
+from baton.errors import Conflict, InvalidRequest, NoController, StoreUnavailable
 from deploy.scaling.autoscaler import Autoscaler, strictest
 from deploy.scaling.command import as_dict, status_of, summary
 from deploy.scaling.values import Needs, PolicyState, ScalingDecision, Sizes
@@ -28,18 +29,20 @@ class Cluster:
         self.orders: list[tuple[str, object, object]] = []
         self.refuses: Callable[[], None] = lambda: None
         self.engine: tuple[str, ...] = ()
+        self.is_busy = True
+        self.routers: tuple[RouterInfo, ...] = ()
 
     async def observe(self) -> ClusterStatus:
         workers = []
         for name, role in self.roles.items():
-            busy_s = self.now if role is Role.PREFILL else 0.0
+            busy_s = self.now if role is Role.PREFILL and self.is_busy else 0.0
             load = WorkerLoad(
                 state=WorkerState.READY, running=self.running[name], busy_s=busy_s, computed_tokens=int(1000 * busy_s)
             )
             workers.append(worker(name, role, load))
         count = {role: sum(r is role for r in self.roles.values()) for role in Role}
         pools = {role.value: PoolStatus(count[role], count[role], self.engine) for role in Role}
-        return cluster_status(*workers, pools=pools)
+        return cluster_status(*workers, pools=pools, routers=self.routers)
 
     async def scale(self, pool: Role, num_workers: int) -> None:
         self.orders.append(("scale", pool, num_workers))
@@ -49,6 +52,11 @@ class Cluster:
         self.orders.append(("role", worker_id, role))
         self.refuses()
         self.roles[worker_id] = role
+
+    async def sleep(self) -> None:
+        self.orders.append(("sleep", None, None))
+        self.refuses()
+        self.roles.clear()
 
 
 def autoscaler(cluster: Cluster, config: AutoscaleConfig | None = None, pools: PoolsConfig | None = None) -> Autoscaler:
@@ -159,6 +167,87 @@ def test_a_restarted_controller_does_not_act_twice() -> None:
     assert num_orders == len(cluster.orders) == 3
 
 
+MAY_SLEEP = AutoscaleConfig(enabled=True, min_prefill=0, min_decode=0, max_workers=4, idle_s=60.0)
+ROUTER = RouterInfo(id="r", pid=1, grpc="", http="", mirror_lag_s=0.0, met=7)
+
+
+def idle(prefill: int = 2, decode: int = 2) -> Cluster:
+    cluster = Cluster(prefill, decode)
+    cluster.is_busy, cluster.routers = False, (ROUTER,)
+    return cluster
+
+
+def test_an_idle_model_sleeps_once_and_all_of_it_at_a_time() -> None:
+    cluster = idle()
+    decisions = windows(autoscaler(cluster, MAY_SLEEP), cluster, 20)
+    assert cluster.orders == [("sleep", None, None)]
+    assert [decision.sizes for decision in decisions if decision.num_actions] == [Sizes(0, 0)]
+    slept = next(decision for decision in decisions if decision.num_actions)
+    assert slept.reasons == (
+        "No request has arrived for 60 s, so the model sleeps until the next one (autoscale.idle_s).",
+    )
+    assert {pool.wanted for pool in slept.scaling} == {0}
+    assert "the model is asleep" in decisions[-1].reasons[0]
+
+
+def test_a_request_in_the_last_window_keeps_it_awake() -> None:
+    cluster = idle()
+    scaler = autoscaler(cluster, MAY_SLEEP)
+    windows(scaler, cluster, 6)
+    cluster.routers = (replace(ROUTER, met=8),)
+    windows(scaler, cluster, 6)
+    assert not cluster.orders
+    windows(scaler, cluster, 1)
+    assert cluster.orders == [("sleep", None, None)]
+
+
+@pytest.mark.parametrize(
+    "config", [replace(MAY_SLEEP, min_decode=1), replace(MAY_SLEEP, dry_run=True), replace(MAY_SLEEP, enabled=False)]
+)
+def test_only_a_model_that_may_sleep_does(config: AutoscaleConfig) -> None:
+    cluster = idle()
+    windows(autoscaler(cluster, config), cluster, 20)
+    assert ("sleep", None, None) not in cluster.orders
+
+
+def test_without_routers_or_redis_it_does_not_sleep() -> None:
+    """They may have requests that nobody has counted."""
+    cluster = idle()
+    scaler = autoscaler(cluster, MAY_SLEEP)
+    windows(scaler, cluster, 6)
+    cluster.routers = ()
+    windows(scaler, cluster, 1)
+    cluster.routers = (ROUTER,)
+    windows(scaler, cluster, 6)
+    assert not cluster.orders
+    observe, scaler._observe = scaler._observe, nothing
+    windows(scaler, cluster, 1)
+    scaler._observe = observe
+    windows(scaler, cluster, 6)
+    assert not cluster.orders
+    windows(scaler, cluster, 1)
+    assert cluster.orders
+
+
+async def nothing() -> ClusterStatus:
+    raise StoreUnavailable("away")
+
+
+def test_a_sleep_that_is_refused_is_ordered_again_after_as_long(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = idle()
+
+    def refuse() -> None:
+        raise Conflict("its files are not copied yet")
+
+    cluster.refuses = refuse
+    scaler = autoscaler(cluster, MAY_SLEEP)
+    windows(scaler, cluster, 12)
+    assert len(cluster.orders) == 1
+    assert "refused: the model sleeps: its files are not copied yet" in caplog.text
+    windows(scaler, cluster, 2)
+    assert len(cluster.orders) == 2
+
+
 def test_the_strictest_class_is_what_pools_are_sized_for() -> None:
     classes = {"default": SloClassConfig(), "chat": SloClassConfig(ttft_ms=500), "quick": SloClassConfig(itl_ms=40)}
     found = strictest(RouterConfig(slo_classes=classes))
@@ -185,8 +274,21 @@ def test_a_status_as_the_cluster_tells_it_is_read() -> None:
     told = replace(
         told, workers=tuple(replace(w, load=replace(w.load, busy_s=2.5, queued_tokens=7)) for w in told.workers)
     )
-    read = status_of(wire.status_as_json(wire.status_response(told)))
+    document = wire.status_as_json(wire.status_response(told))
+    read = status_of(document)
     assert read.pools == told.pools
     assert [(w.info.id, w.info.role, w.load) for w in read.workers] == [
         (w.info.id, w.info.role, w.load) for w in told.workers
     ]
+
+
+def test_of_a_status_with_several_models_one_must_be_chosen() -> None:
+    """Their loads have nothing to do with each other."""
+    zeros = {"met": 0, "missed": 0, "rejected": 0}
+    models = [zeros | {"content_id": name, "met": met, "in_flight": 1, "held": 0} for name, met in (("a", 3), ("b", 5))]
+    router = zeros | {"id": "r", "pid": 1, "grpc": "", "http": "", "mirror_lag_s": 0.0, "met": 8, "models": models}
+    document: dict[str, Any] = {"pools": {}, "workers": [], "routers": [router], "redis": {"address": "", "ok": True}}
+    (read,) = status_of(document | {"models": [{"id": "m", "content_id": "b"}]}).routers
+    assert (read.met, [model.content_id for model in read.models]) == (5, ["b"])
+    with pytest.raises(InvalidRequest, match=r"choose one of m, m-2 with --model"):
+        status_of(document | {"models": [{"id": "m", "content_id": "a"}, {"id": "m", "release": "m-2"}]})

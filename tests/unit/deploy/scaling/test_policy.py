@@ -133,6 +133,25 @@ def test_refusals_and_a_queue_ask_for_workers() -> None:
     assert after_cool_down(replace(calm, prefill=queue)).sizes.total > 4
 
 
+@pytest.mark.parametrize(("mode", "last"), [("auto", Sizes(0, 1)), ("disaggregated", Sizes(1, 1))])
+def test_a_pool_without_load_keeps_its_last_decode_worker_though_the_model_may_sleep(mode: str, last: Sizes) -> None:
+    """Only idleness takes it: load says nothing of the requests that are still to come."""
+    config = AutoscaleConfig(enabled=True, min_prefill=0, min_decode=0, max_workers=4)
+    sizes, state, now_s = Sizes(2, 2), PolicyState(), 0.0
+    for _ in range(60):
+        decision = decide(measured(sizes), state, config, OBJECTIVE, now_s, mode=mode)
+        sizes, state, now_s = decision.sizes, decision.state, now_s + config.scale_in_s
+    assert sizes == last
+
+
+@pytest.mark.parametrize("sizes", [Sizes(0, 0), Sizes(2, 0)])
+def test_an_empty_decode_pool_stays_empty_whatever_its_last_workers_still_do(sizes: Sizes) -> None:
+    decision = after_cool_down(measured(sizes, sequences=100, queued_s=100.0, ready=Sizes(1, 1)))
+    assert decision.sizes == sizes
+    assert not decision.num_actions
+    assert decision.state.needs is None, "the measurements after the next start count alone"
+
+
 def test_reasons_name_the_measurement_the_limit_and_what_follows() -> None:
     reasons = " ".join(after_cool_down(measured(Sizes(1, 7), prompts=1.0, on_decode=2.0, sequences=10)).reasons)
     for part in ("3.00 workers' time", "2.00 of it on workers that decode", "above the target of 70%", "7:1 brings"):

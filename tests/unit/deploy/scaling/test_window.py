@@ -11,12 +11,13 @@ from baton.cluster import (
     ClusterStatus,
     PoolStatus,
     Role,
+    RoutedModel,
     RouterInfo,
     Worker,
     WorkerLoad,
     WorkerState,
 )
-from deploy.scaling.window import measure
+from deploy.scaling.window import measure, of_model
 from tests.support.builders import cluster_status, step_costs, worker
 
 COSTS = step_costs(s_per_token=1e-3, s_weights=0.01, s_per_sequence=1e-3)
@@ -98,3 +99,19 @@ def test_requests_are_those_of_the_window_whatever_becomes_of_routers() -> None:
     assert (found.met, found.missed, found.rejected) == (30 + 7 + 4 + 5, 2 + 1, 3)
     assert found.goodput == pytest.approx(46 / 52)
     assert measure(status(), status(), 10.0).goodput == 1.0
+
+
+def test_of_a_router_with_several_models_one_model_s_requests_count() -> None:
+    other = RoutedModel(content_id="other", met=900, missed=90, rejected=9, ready_workers=9, in_flight=9, held=9)
+
+    def seen(met: int, missed: int, rejected: int) -> RouterInfo:
+        own = RoutedModel(content_id="own", met=met, missed=missed, rejected=rejected, ready_workers=2)
+        return of_model(replace(router("a", 1000, 100, 10), models=(other, own)), "own")
+
+    assert seen(5, 2, 1).ready_workers == 2
+    measured = measure(status(routers=(seen(5, 2, 1),)), status(routers=(seen(9, 3, 3),)), 10.0)
+    assert (measured.met, measured.missed, measured.rejected) == (4, 1, 2)
+    elsewhere = of_model(replace(router("a", 1000), models=(other,)), "own")
+    assert (elsewhere.met, elsewhere.models) == (0, (RoutedModel(content_id="own"),))
+    earlier = router("a", 1000)
+    assert of_model(earlier, "own") == earlier, "a release that serves one model names none"

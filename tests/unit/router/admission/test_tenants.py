@@ -367,9 +367,10 @@ ADMIN = {
     "AddAdapter": admin_pb2.AddAdapterRequest(name="poet", path="/adapters/poet"),
     "RemoveAdapter": admin_pb2.RemoveAdapterRequest(name="poet"),
     "ListAdapters": admin_pb2.ListAdaptersRequest(),
+    "WakeModel": admin_pb2.WakeModelRequest(),
 }
 MET = {
-    **dict.fromkeys(("ScalePool", "DrainWorker", "SetWorkerRole"), NoController),
+    **dict.fromkeys(("ScalePool", "DrainWorker", "SetWorkerRole", "WakeModel"), NoController),
     "AddAdapter": NoWorker,
     "RemoveAdapter": ModelNotFound,
 }

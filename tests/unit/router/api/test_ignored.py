@@ -211,7 +211,13 @@ async def test_a_request_is_found_by_the_id_that_its_answer_had() -> None:
     service = Answering()
     for request_id in ("chatcmpl-mine", "resp_mine", "other-mine"):
         refused = RefusedBody(
-            request_id=request_id, tenant="t", operation="chat", arrived_s=0.0, error=InvalidRequest("no"), field=""
+            request_id=request_id,
+            tenant="t",
+            model="m",
+            operation="chat",
+            arrived_s=0.0,
+            error=InvalidRequest("no"),
+            field="",
         )
         service.requests.refused(refused)
     found = {each.summary.request_id for each in service.requests.explain("mine")}

@@ -285,7 +285,7 @@ async def test_the_document_describes_all_that_operators_ask(tmp_path: Path) -> 
     }
     described = {(path, method) for path, item in whole["paths"].items() for method in item if path.startswith("/api/")}
     assert served == described
-    assert len(served) == 12
+    assert len(served) == 13
     asked = (
         whole["paths"]["/api/requests"]["get"]["parameters"] + whole["paths"]["/api/pools/{pool}"]["post"]["parameters"]
     )
@@ -317,7 +317,7 @@ def test_the_document_says_that_orders_alone_always_need_a_key() -> None:
         if "security" in operation
     }
     of_the_controller = {"/api/workers/{worker_id}/drain", "/api/workers/{worker_id}/role", "/api/pools/{pool}"}
-    assert set(found) == of_the_controller | {"/api/adapters", "/api/adapters/remove"}
+    assert set(found) == of_the_controller | {"/api/adapters", "/api/adapters/remove", "/api/models/wake"}
     assert all({} not in each and len(each) == 2 for each in found.values())
 
 

@@ -16,12 +16,12 @@ from baton.rpc import MalformedCount
 from baton.tasks import cancel_and_wait
 from kvstore.adapters import AdapterStore, MemoryAdapters
 from kvstore.index import MemoryIndex, MemoryStore, Mirror, MirrorFollower, RedisConnection
-from kvstore.leases import MemoryLeases
+from kvstore.leases import MemoryEndpoint, MemoryLeases
 from router.admission import SloCounts
-from router.cluster.registry import Dependencies, Registry
+from router.cluster.registry import Dependencies, EndpointWatch, ModelWatch
 from router.placement.pool_view import PoolView
 from router.serve.worker_client import WorkerClient
-from tests.support.builders import registered_adapter, worker_info
+from tests.support.builders import model_announcement, registered_adapter, worker_info
 from tests.support.waiting import until
 
 POLL_S = 0.005
@@ -51,26 +51,33 @@ async def followed(
     adapters: AdapterStore | None = None,
 ) -> AsyncIterator[PoolView]:
     """What a router knows of the workers while it polls."""
-    mirror, redis = Mirror(), RedisConnection("redis://127.0.0.1:1/0")
+    mirror = Mirror()
     pools = PoolView(mirror.lookup, time.monotonic)
-    registry = Registry(
+    watch = ModelWatch(
+        model_announcement(),
         leases=leases,
         pools=pools,
         client=WorkerClient(),
         follower=MirrorFollower(MemoryIndex(store), mirror),
-        me=RouterInfo(id="r", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0),
-        slo_counts=SloCounts(),
-        models=(),
-        redis=redis,
+        counts=SloCounts(),
+        num_held=lambda: 0,
         adapters=adapters or MemoryAdapters(store),
-        malformed=MalformedCount(),
-        dependencies=Dependencies(redis, {}),
         poll_s=poll_s,
         lease_s=lease_s,
     )
-    running = asyncio.create_task(registry.run())
+    redis = RedisConnection("redis://127.0.0.1:1/0")
+    endpoint = EndpointWatch(
+        MemoryEndpoint(store),
+        lambda: (watch,),
+        me=RouterInfo(id="r", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0),
+        redis=redis,
+        malformed=MalformedCount(),
+        dependencies=Dependencies(redis, {}),
+        poll_s=poll_s,
+    )
+    running = [asyncio.create_task(each.run()) for each in (watch, endpoint)]
     yield pools
-    await cancel_and_wait([running])
+    await cancel_and_wait(running)
 
 
 async def joins(leases: MemoryLeases, worker_id: str) -> WorkerInfo:
@@ -138,7 +145,7 @@ async def test_a_router_says_how_many_workers_it_knows_to_be_ready() -> None:
         loading = worker_info("loading", epoch=await leases.acquire("loading"))
         await leases.renew(loading, WorkerLoad(state=WorkerState.STARTING))
         while True:
-            said = [router.ready_workers for router in await leases.list_routers()]
+            said = [router.ready_workers for router in await MemoryEndpoint(store).list_routers()]
             if said not in ([], [0]):
                 break
             await asyncio.sleep(POLL_S)

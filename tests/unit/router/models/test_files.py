@@ -20,8 +20,8 @@ from baton.errors import Conflict, ModelLoadError, WorkerFailed
 from baton.rpc.member_auth import MemberLink
 from baton.rpc.model_files import FileSource, ModelFilesServicer
 from baton.serving_files import ServingFiles
-from router.models import ModelFileCache
 from router.models import files as module
+from router.models.files import ModelFileCache
 from tests.support.file_sources import FILES, INCARNATION, Hostile, Piece, serving
 
 HELD = """
