@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError
@@ -11,8 +12,6 @@ from typing import TYPE_CHECKING
 from baton.costs import PRIOR, StepCosts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from baton.registered_adapters import Adapters
 
 try:
