@@ -268,13 +268,16 @@ class RouterService:
             past = await self._calls.take_over(key) if request.resume_from else None
             slot: AbstractContextManager[object] = self._limiter.slot(key.request_id, params.num_answers, tenant)
             if self._holding.is_needed:
+                recording.charge = self._accounts.arrive(tenant, params.num_answers, name)
                 slot, claim = await self._held(timeline, claim, params.num_answers, request.prompt)
+                facts = self.facts.of(tenant, name)  # the workers' limits are known now
             with (
                 slot,
                 self._calls.entered(key) as call,
                 self._image_memory.holding(request.prompt, tenant.id) as encoded,
             ):
-                recording.charge = self._accounts.arrive(tenant, params.num_answers, name)
+                if not claim.was_held:
+                    recording.charge = self._accounts.arrive(tenant, params.num_answers, name)
                 prompt = await self._prompt(request, encoded, params, tenant)
                 params = with_lengths(
                     params, request.sampling, len(prompt.token_ids), facts, shortens=request.shortens_answer
@@ -313,7 +316,6 @@ class RouterService:
             ModelWaking, NoWorker, InvalidRequest: see `Holding.until_awake`.
         """
         released = await self._holding.until_awake(timeline.request_id, num_answers, claim, prompt_bytes(prompt))
-        timeline.claim = released.claim
         timeline.add(released.event)
         return released.slot, released.claim
 

@@ -15,7 +15,7 @@ from baton.rpc.server import MEMBER_CHANNEL_OPTIONS, channel
 from baton.serving_files import SHOWN_DIGITS, ServingFiles, check_bounds, check_name
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
-METHOD = "/baton.v1.ModelFiles/Read"
+METHOD = "/baton.v1.ModelFiles/ReadModelFiles"
 PIECE_BYTES = 2**20
 READ_S = 30.0
 """Time that a reader waits for all files, in seconds."""
@@ -46,7 +46,7 @@ class ModelFilesServicer(worker_pb2_grpc.ModelFilesServicer):
         self._num_open = 0
 
     # It writes to the context instead of yielding, so that the time limit also covers writes that wait for the reader.
-    async def Read(  # type: ignore[override]  # noqa: N802 - the generated name
+    async def ReadModelFiles(  # type: ignore[override]  # noqa: N802 - the generated name
         self, request: worker_pb2.ReadModelFilesRequest, context: CallContext
     ) -> None:
         if self._num_open >= MAX_READS + MAX_WAITING:
@@ -91,7 +91,7 @@ async def read_model_files(
         stub: Any = worker_pb2_grpc.ModelFilesStub(opened)
         asked = worker_pb2.ReadModelFilesRequest(digest=digest)
         try:
-            async for piece in stub.Read(asked, metadata=proof, timeout=timeout_s):
+            async for piece in stub.ReadModelFiles(asked, metadata=proof, timeout=timeout_s):
                 arriving.add(piece.name, piece.piece)
             files = ServingFiles(arriving.contents())
         except grpc.aio.AioRpcError as error:

@@ -555,7 +555,7 @@ class TimelineEvent(_message.Message):
     at_s: _builtins.float
     """Seconds since the arrival."""
     what: _builtins.str
-    """"arrived", "admitted", "placed", "room", "computed", "first_token", "transferred", "failed", "leaving", "moved",
+    """"arrived", "held", "admitted", "placed", "room", "computed", "first_token", "transferred", "failed", "leaving", "moved",
     "finished" or "ended".
     """
     choice_index: _builtins.int

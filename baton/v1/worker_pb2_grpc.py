@@ -321,8 +321,8 @@ class ModelFilesStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Read = channel.unary_stream(
-                '/baton.v1.ModelFiles/Read',
+        self.ReadModelFiles = channel.unary_stream(
+                '/baton.v1.ModelFiles/ReadModelFiles',
                 request_serializer=baton_dot_v1_dot_worker__pb2.ReadModelFilesRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.ReadModelFilesResponse.FromString,
                 _registered_method=True)
@@ -333,7 +333,7 @@ class ModelFilesServicer:
     Workers have it, and so has the controller as soon as it has a copy.
     """
 
-    def Read(self, request, context):
+    def ReadModelFiles(self, request, context):
         """Returns the files in pieces, in the order of their names.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -343,8 +343,8 @@ class ModelFilesServicer:
 
 def add_ModelFilesServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Read': grpc.unary_stream_rpc_method_handler(
-                    servicer.Read,
+            'ReadModelFiles': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadModelFiles,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.ReadModelFilesRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.ReadModelFilesResponse.SerializeToString,
             ),
@@ -362,7 +362,7 @@ class ModelFiles:
     """
 
     @staticmethod
-    def Read(request,
+    def ReadModelFiles(request,
             target,
             options=(),
             channel_credentials=None,
@@ -375,7 +375,7 @@ class ModelFiles:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/baton.v1.ModelFiles/Read',
+            '/baton.v1.ModelFiles/ReadModelFiles',
             baton_dot_v1_dot_worker__pb2.ReadModelFilesRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.ReadModelFilesResponse.FromString,
             options,

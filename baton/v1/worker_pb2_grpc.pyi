@@ -157,7 +157,7 @@ class ModelFilesStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ModelFilesAsyncStub: ...
-    Read: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadModelFilesRequest, _worker_pb2.ReadModelFilesResponse]
+    ReadModelFiles: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadModelFilesRequest, _worker_pb2.ReadModelFilesResponse]
     """Returns the files in pieces, in the order of their names."""
 
 @_typing.type_check_only
@@ -167,7 +167,7 @@ class ModelFilesAsyncStub(ModelFilesStub):
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Read: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadModelFilesRequest, _worker_pb2.ReadModelFilesResponse]  # type: ignore[assignment]
+    ReadModelFiles: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadModelFilesRequest, _worker_pb2.ReadModelFilesResponse]  # type: ignore[assignment]
     """Returns the files in pieces, in the order of their names."""
 
 class ModelFilesServicer(metaclass=_abc_1.ABCMeta):
@@ -176,7 +176,7 @@ class ModelFilesServicer(metaclass=_abc_1.ABCMeta):
     """
 
     @_abc_1.abstractmethod
-    def Read(
+    def ReadModelFiles(
         self,
         request: _worker_pb2.ReadModelFilesRequest,
         context: _ServicerContext,

@@ -199,7 +199,9 @@ def chunks_of(
     tenant: Tenant = request.state.tenant
     starts = [partial(service.generate, each, trace, tenant, ingress) for each in asked]
     num_answers = max(num_choices, asked[0].sampling.get("best_of") or 1)
-    return together(starts, num_choices, at_once(tenant.tightest(service.name_of(asked[0].model)), len(asked), num_answers))
+    return together(
+        starts, num_choices, at_once(tenant.tightest(service.name_of(asked[0].model)), len(asked), num_answers)
+    )
 
 
 async def answered(

@@ -281,7 +281,7 @@ def _refused(
 async def _on_baton_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, BatonError)
     headers = {}
-    if isinstance(error, Overloaded):
+    if error.retry_after_s is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if isinstance(error, QuotaExceeded):
         headers |= limit_headers(error.quota)

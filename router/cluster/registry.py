@@ -121,7 +121,9 @@ class ModelWatch:
         await self._follow_adapters()  # before the workers are known, and so before requests are served
         model = self.announcement
         num_desired = sum(self._desired.values())
-        self.pools.note_sleep(is_asleep=model.is_asleep, num_desired=num_desired, problem=model.problem)
+        self.pools.note_sleep(
+            is_asleep=model.is_asleep, num_desired=num_desired, problem=model.problem, wake_s=model.wake_s
+        )
         await self.pools.update(workers)
         await self._client.forget_past_incarnations(workers)
 

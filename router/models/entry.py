@@ -103,6 +103,7 @@ class ModelEntry:
     controller: ControllerClient
     adapters: AdapterOrders
     counts: SloCounts
+    waker: Waker
 
     @staticmethod
     def build(shared: Shared, model: LoadedModel, stores: ModelStores, announcement: ModelAnnouncement) -> ModelEntry:
@@ -157,6 +158,7 @@ class ModelEntry:
             controller=controller,
             adapters=AdapterOrders(stores.adapters, client, lambda: pools.workers, model.facts.id),
             counts=counts,
+            waker=waker,
         )
 
     @property
@@ -192,6 +194,7 @@ class ModelEntry:
 
     async def close(self) -> None:
         """Close connections, processes and threads. It cannot serve afterwards."""
+        await self.waker.close()
         await self.client.close()
         await self.stores.close()
         self.service.close()

@@ -47,8 +47,9 @@ from baton.config import (
 )
 from baton.errors import Fenced
 from baton.rpc import RpcServer
+from baton.rpc.server import ServerIdentity
 from baton.telemetry import logs
-from baton.tls import Tls, own_endpoint_tls
+from baton.tls import own_endpoint_tls
 from baton.v1 import worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve

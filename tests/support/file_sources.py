@@ -54,7 +54,7 @@ class Hostile(worker_pb2_grpc.ModelFilesServicer):
         self.again = again
         self.num_sent = 0
 
-    async def Read(self, request: Any, context: Any) -> AsyncIterator[Piece]:  # noqa: N802
+    async def ReadModelFiles(self, request: Any, context: Any) -> AsyncIterator[Piece]:  # noqa: N802
         for piece in self.pieces:
             yield piece
         while self.again is not None:

@@ -174,8 +174,8 @@ async def _ids_of(
 def _sampling(service: RouterService, body: ChatBody | CompletionBody, tenant: Tenant) -> dict[str, Any]:
     """Return the sampling parameters of a request.
 
-    OpenAI's default length of a completion is limited to the tenant's maximum with the model. A reasoning budget of another service's
-    field is dropped if the model does not reason.
+    OpenAI's default length of a completion is limited to the tenant's maximum with the model. A reasoning budget of
+    another service's field is dropped if the model does not reason.
     """
     asked = body.sampling()
     if isinstance(body, ChatBody) and body.budget is not None and service.model.format.reasoning is not None:

@@ -119,7 +119,7 @@ async def test_a_stream_without_an_end_is_left(again: Callable[[int], Piece]) ->
 
 async def test_who_sends_nothing_is_left_after_the_timeout() -> None:
     class Silent(worker_pb2_grpc.ModelFilesServicer):
-        async def Read(self, request: Any, context: Any) -> AsyncIterator[Piece]:  # noqa: N802
+        async def ReadModelFiles(self, request: Any, context: Any) -> AsyncIterator[Piece]:  # noqa: N802
             yield Piece(name="a", piece=b"1")
             await asyncio.sleep(60)
 
@@ -134,7 +134,7 @@ async def test_who_sends_nothing_is_left_after_the_timeout() -> None:
 
 async def test_a_peer_may_say_nonsense_about_when_to_come_back() -> None:
     class Busy(worker_pb2_grpc.ModelFilesServicer):
-        async def Read(self, request: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        async def ReadModelFiles(self, request: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
             trailers = (("baton-error", "Overloaded"), ("retry-after", "soon"))
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "busy", trailers)
 
@@ -147,7 +147,7 @@ async def test_a_peer_may_say_nonsense_about_when_to_come_back() -> None:
 @pytest.mark.parametrize("trailers", [(("baton-error", "InvalidRequest"),), (("baton-error", "Strange"),), ()])
 async def test_no_other_error_of_a_peer_passes_as_ones_own(trailers: tuple[tuple[str, str], ...]) -> None:
     class Refusing(worker_pb2_grpc.ModelFilesServicer):
-        async def Read(self, request: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        async def ReadModelFiles(self, request: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "yours", trailers)
 
     async with serving(Refusing()) as address:
@@ -190,7 +190,7 @@ async def test_a_reader_that_takes_nothing_loses_its_place() -> None:
         for _ in range(MAX_READS):
             link = await stack.enter_async_context(channel(address))
             stub: Any = worker_pb2_grpc.ModelFilesStub(link)
-            calls.append(stub.Read(worker_pb2.ReadModelFilesRequest(digest=large.digest)))
+            calls.append(stub.ReadModelFiles(worker_pb2.ReadModelFilesRequest(digest=large.digest)))
             await calls[-1].read()
         assert (await read(address, large.digest)).digest == large.digest, "it has waited for one of them"
 
