@@ -250,9 +250,14 @@ class Exchange:
 
     async def _on_trailers(self, message: ProcessingRequest) -> None:
         assert self._request is not None
-        if not self._is_answered and not self._is_over:
+        if self._is_answered:
+            await self._write(wire.unchanged(message))
+        elif self._request.request_mode in wire.WHOLE:  # a request without a body, whose headers are answered
+            await self._name(None, wire.picked_at_trailers)
+        else:
             await self._name_and_send_back(b"".join(self._held), False)
-        await self._write(wire.unchanged(message))
+            if not self._is_over:
+                await self._write(wire.unchanged(message))
 
     async def _hold(self, body: bytes) -> bool:
         """Keep a part of the body. Returns False if there is no memory for it."""

@@ -125,6 +125,13 @@ def picked_at_body(endpoints: Sequence[str]) -> ProcessingResponse:
     )
 
 
+def picked_at_trailers(endpoints: Sequence[str]) -> ProcessingResponse:
+    """Return the response to a request's trailers that names the endpoints: in the metadata, since headers are over."""
+    return ProcessingResponse(
+        request_trailers=TrailersResponse(header_mutation=HeaderMutation()), dynamic_metadata=_destination(endpoints)
+    )
+
+
 def _naming(endpoints: Sequence[str]) -> CommonResponse:
     # Without the last argument, the gateway would keep a route that it has chosen before it knew the endpoint.
     return CommonResponse(header_mutation=_set({DESTINATION: ",".join(endpoints)}), clear_route_cache=True)

@@ -15,7 +15,7 @@ from baton.errors import Unauthenticated
 from router.picker import Wanted
 from router.picker.service import LIVENESS, READINESS, SERVICE_NAME
 from router.picker.v3 import external_processor_pb2 as pb
-from router.picker.wire import MAX_PIECE
+from router.picker.wire import DESTINATION, LB, MAX_PIECE
 from tests.support.gateways import (
     MODELS,
     Cluster,
@@ -102,6 +102,15 @@ async def test_trailers_end_a_streamed_body(channel: grpc.aio.Channel) -> None:
     assert response.WhichOneof("response") == "request_trailers"
 
 
+async def test_a_refusal_at_the_trailers_is_the_last_message(channel: grpc.aio.Channel, cluster: Cluster) -> None:
+    cluster.is_crowded = True
+    stream = Stream(channel)
+    await stream.send(headers(modes=DUPLEX))
+    await stream.send(pb.ProcessingRequest(request_trailers=pb.HttpTrailers()))
+    assert immediate(await stream.next())[0] == 429
+    assert await stream.ends() is grpc.StatusCode.OK
+
+
 @pytest.mark.parametrize("mode", [pb.BUFFERED, pb.BUFFERED_PARTIAL])
 async def test_a_buffered_body_gets_the_endpoint_once_the_headers_are_answered(
     channel: grpc.aio.Channel, mode: pb.BodySendMode.ValueType
@@ -115,6 +124,21 @@ async def test_a_buffered_body_gets_the_endpoint_once_the_headers_are_answered(
     response = await stream.next()
     assert picked(response) == picked(await pick_for(channel))
     assert not response.request_body.response.HasField("body_mutation")
+    await stream.send(body(b"more than the gateway buffers"))
+    response = await stream.next()
+    assert response.WhichOneof("response") == "request_body"
+    assert not response.request_body.response.HasField("header_mutation")
+
+
+async def test_a_request_of_headers_and_trailers_gets_the_endpoint_in_the_metadata(channel: grpc.aio.Channel) -> None:
+    stream = Stream(channel)
+    await stream.send(headers(modes=(pb.BUFFERED, pb.NONE)))
+    await stream.next()
+    await stream.send(pb.ProcessingRequest(request_trailers=pb.HttpTrailers()))
+    response = await stream.next()
+    assert response.WhichOneof("response") == "request_trailers"
+    named = response.dynamic_metadata.fields[LB].struct_value.fields[DESTINATION].string_value
+    assert set(named.split(",")) == ALL
 
 
 async def test_what_buffers_of_a_long_body_are_enough_to_pick_by_load(
@@ -158,12 +182,12 @@ async def test_the_parts_of_a_response_pass_unchanged(channel: grpc.aio.Channel)
         await stream.send(served_by(first))
         assert (await stream.next()).WhichOneof("response") == "response_headers"
         long = b"y" * (MAX_PIECE + 1)
-        await stream.send(pb.ProcessingRequest(response_body=pb.HttpBody(body=long, end_of_stream=False)))
-        await stream.send(pb.ProcessingRequest(response_body=pb.HttpBody(body=b"z", end_of_stream=True)))
+        await stream.send(pb.ProcessingRequest(response_body=pb.HttpBody(body=b"z", end_of_stream=False)))
+        await stream.send(pb.ProcessingRequest(response_body=pb.HttpBody(body=long, end_of_stream=True)))
         mutations = [(await stream.next()).response_body.response for _ in range(3 if comes_back else 2)]
         if comes_back:
             pieces = [each.body_mutation.streamed_response for each in mutations]
-            assert b"".join(each.body for each in pieces) == long + b"z"
+            assert b"".join(each.body for each in pieces) == b"z" + long
             assert [each.end_of_stream for each in pieces] == [False, False, True]
         else:
             assert not any(each.HasField("body_mutation") for each in mutations)
@@ -262,7 +286,7 @@ async def test_the_lookup_gets_the_key_and_the_model(channel: grpc.aio.Channel, 
     await pick_for(channel, CHAT, {"authorization": "Bearer sk-1", "x-gateway-destination-endpoint": "6.6.6.6:6"})
     cluster.lookup = lambda *_: Wanted(b"")
     for model in (None, 7, ["llama"]):
-        await pick_for(channel, json.dumps({"model": model}).encode(), {"x-api-key": "sk-2"})
+        await pick_for(channel, json.dumps({"model": model}).encode(), {"X-Api-Key": "sk-2"})
     assert [each[:2] for each in cluster.asked] == [("sk-1", "llama"), *[("sk-2", "")] * 3]
 
 

@@ -112,6 +112,17 @@ async def test_a_response_may_take_longer_than_that_and_is_not_waited_for_foreve
     assert await stream.ends() is grpc.StatusCode.OK
 
 
+async def test_a_gateway_that_answers_its_client_itself_is_not_cut_off(channel: grpc.aio.Channel) -> None:
+    stream = Stream(channel)
+    await stream.send(headers(modes=DUPLEX))
+    await stream.send(body(CHAT, ends=False))
+    await stream.send(served_by(""))
+    assert (await stream.next()).WhichOneof("response") == "response_headers"
+    await asyncio.sleep(2 * STALL_S)
+    await stream.send(pb.ProcessingRequest(response_body=pb.HttpBody(body=b"x", end_of_stream=True)))
+    assert (await stream.next()).WhichOneof("response") == "response_body"
+
+
 async def test_a_gateway_that_does_not_read_is_cut_off(channel: grpc.aio.Channel) -> None:
     stream = Stream(channel)
     await stream.send(headers(modes=DUPLEX))

@@ -142,7 +142,8 @@ def test_subsets_list_addresses_with_or_without_ports(entries: Sequence[str], al
 @pytest.mark.parametrize(
     "address",
     ["router-0:8000", "localhost:80", "0.0.0.0:8000", "[::]:8000", "[fe80::1%eth0]:80", "10.0.0.1", "10.0.0.1:65536",
-     "10.0.0.1:-1", "10.0.0.1:80\r\nx: y", "10.0.0.1:٨٠", "::1:80", "[10.0.0.1:80", "", "10.0.0.1:80,10.0.0.2:80"],
+     "10.0.0.1:-1", "10.0.0.1:80\r\nx: y", "10.0.0.1:٨٠", "::1:80", "[10.0.0.1:80", "[10.0.0.1]:80", "",
+     "10.0.0.1:80,10.0.0.2:80"],
 )  # fmt: skip
 def test_only_ip_addresses_are_told_to_gateways(address: str) -> None:
     assert endpoint_of(address) is None
