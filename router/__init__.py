@@ -1,9 +1,10 @@
 """The router: text in, text out, over pools of workers. It never imports torch.
 
 api         gRPC, HTTP, OpenAI's API, the web page
-models      the announced models: their files
+models      the models of the router: names, shares, announcements, files
 process.py  `python -m router`: settings, signals, the event loop
 service.py  the life of a request, in order
+picker      choice of a router for each request of a gateway
 request     state of a whole request: journal and resuming, moderation
 timeline    what happened to a request, and everything that is reported of it
 admission   tenants, validation, limits, deadlines
@@ -20,6 +21,7 @@ __all__ = [
     "api",
     "cluster",
     "models",
+    "picker",
     "placement",
     "process",
     "prompt",

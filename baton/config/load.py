@@ -132,7 +132,9 @@ class Config:
         """Addresses on which a router listens: (environment variable that sets the port, host, port)."""
         cluster, telemetry = self.cluster, self.telemetry
         own = (("BATON_TELEMETRY_PORT", telemetry.host, telemetry.port),) if telemetry.port else ()
-        ports = (("BATON_GRPC_PORT", cluster.grpc_port), ("BATON_HTTP_PORT", cluster.http_port))
+        ports = [("BATON_GRPC_PORT", cluster.grpc_port), ("BATON_HTTP_PORT", cluster.http_port)]
+        if self.router.picker_port:
+            ports.append(("BATON_ROUTER_PICKER_PORT", self.router.picker_port))
         return (*((name, cluster.host, port) for name, port in ports), *own)
 
     @property

@@ -115,9 +115,6 @@ class RouterConfig:
 
     id: String = "router-0"
     """Name of the router in Redis and in traces."""
-    picker_port: Port = 0
-    """Port of the endpoint picker of the Gateway API inference extension (docs/gateway.md); 0: none. It serves TLS,
-    with a certificate of its own unless the router has one."""
     own_model: Switch = True
     """Serve the model of this configuration from the start. If false, the router needs no model: it serves the models
     that controllers announce (`cluster.endpoint`). It serves those in any case."""
@@ -223,6 +220,10 @@ class RouterConfig:
     (`certificates` in the tenants' file) replaces an API key."""
     tls_client_ca: String = ""
     """PEM file of the authorities that sign clients' certificates. Empty: `cluster.tls_ca`."""
+    picker_port: Port = 0
+    """Port of the endpoint picker, which a gateway of the Gateway API inference extension asks for the router of each
+    request (docs/gateway.md); 0: off. It uses TLS, with a certificate that the router makes if none is configured. Only
+    gateways may reach it."""
     usage_log: String = ""
     """File to which a JSON line is appended for each request that got a response: its tenant and token counts, never
     its text or key. Empty: none."""

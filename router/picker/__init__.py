@@ -1,4 +1,4 @@
-"""The endpoint picker of the Gateway API inference extension: tells a gateway which router serves a request.
+"""The endpoint picker of the Gateway API inference extension: it chooses the router for each request of a gateway.
 
 Gateways call it over Envoy's external processing (ext_proc). `pick` decides, `wire` reads and writes the messages,
 `exchange` follows the stream of one HTTP request, and `service` is the server. docs/gateway.md describes its use.

@@ -15,7 +15,9 @@ that gets the request judges it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,12 +43,16 @@ from router.picker import wire
 from router.picker.pick import Wanted, choose
 from router.picker.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
+logger = logging.getLogger(__name__)
 MAX_HELD_BYTES = 64 * 2**20
 """Maximum size of the incomplete bodies of all streams. Further bodies are passed on without being read."""
 IDLE_S = 3600.0
 """Longest wait for the next part of a response. After it the picker ends the stream, and the gateway proceeds without
 the picker."""
 RETRY_AFTER_S = 1.0
+FAILING_S = 5.0
+"""Time for which an endpoint comes last after a gateway has served a request elsewhere, although it was named first. A
+dead router is no longer announced after that time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +77,8 @@ class Chooser:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._parser = BodyParser()
+        self._failing: dict[str, float] = {}
+        """Endpoint -> time on the monotonic clock until which it comes last."""
 
     async def choose(self, request: wire.Request, body: bytes | None, parts: PartCount | None) -> tuple[str, ...]:
         """Return the endpoints to try, in order.
@@ -90,13 +98,24 @@ class Chooser:
         if body and parts is not None:
             wanted = await self._wanted(request, body, parts)
         # A request of unknown session gets one at random: it goes to the less loaded of two routers.
-        endpoints = choose(self._sources.routers(), wanted or Wanted(os.urandom(8)), request.subset)
+        now_s = time.monotonic()
+        self._failing = {each: until_s for each, until_s in self._failing.items() if until_s > now_s}
+        found = wanted or Wanted(os.urandom(8))
+        endpoints = choose(self._sources.routers(), found, request.subset, self._failing)
         if not endpoints:
             which = "" if request.subset is None else " of those that the gateway allows"
             raise NoWorker(
                 f"no router{which} is alive at an IP address; set cluster.advertise_host to one if it is not"
             )
         return endpoints
+
+    def note_served(self, endpoints: Sequence[str], served: str) -> None:
+        """Take note of the endpoint that has served a request, among those that were named to the gateway."""
+        if served not in endpoints or served == (first := endpoints[0]):
+            return
+        if first not in self._failing:
+            logger.warning("%s has served a request that was meant for %s, which comes last now", served, first)
+        self._failing[first] = time.monotonic() + FAILING_S
 
     async def _wanted(self, request: wire.Request, body: bytes, parts: PartCount) -> Wanted | None:
         def read(value: Any) -> Wanted | None:
@@ -117,7 +136,7 @@ class Chooser:
 class BodyMemory:
     """Memory for the bodies of all streams."""
 
-    num_free: int = MAX_HELD_BYTES
+    num_free: int
 
     def take(self, num_bytes: int) -> bool:
         """Return whether there was as much memory; it is taken then."""
@@ -143,7 +162,9 @@ class Exchange:
         self._request: wire.Request | None = None
         """None: the headers have not arrived."""
         self._is_answered = False
-        """True if the gateway has the endpoints."""
+        """True if the gateway has the endpoints, or needs none."""
+        self._endpoints: Sequence[str] = ()
+        """Endpoints that the gateway has received."""
         self._is_over = False
         self._held: deque[bytes] = deque()
         """The body as far as it has arrived, until the endpoints are named."""
@@ -254,15 +275,14 @@ class Exchange:
     async def _name_and_send_back(self, body: bytes | None, is_last: bool) -> None:
         await self._name(body)
         if not self._is_over:
-            await self._send_back(self._held, is_last)
-            self._release()
+            await self._send_back_held(is_last)
 
     async def _name(
         self,
         body: bytes | None,
         response: Callable[[Sequence[str]], ProcessingResponse] = wire.picked_at_headers,
     ) -> None:
-        """Tell the gateway the endpoints, or which error it must send to its client.
+        """Send the gateway the endpoints, or the error that it must send to its client.
 
         Args:
             body: the whole body; None: it is not known.
@@ -270,16 +290,22 @@ class Exchange:
         """
         assert self._request is not None
         try:
-            endpoints = await self._chooser.choose(self._request, body, self._parts)
+            self._endpoints = await self._chooser.choose(self._request, body, self._parts)
         except BatonError as error:
             await self._refuse(error)
             return
         self._is_answered = True
-        await self._write(response(endpoints))
+        await self._write(response(self._endpoints))
 
     async def _send_back(self, pieces: Sequence[bytes], is_last: bool) -> None:
         for number, piece in enumerate(pieces, 1):
             await self._write(wire.request_piece(piece, is_last and number == len(pieces)))
+
+    async def _send_back_held(self, is_last: bool) -> None:
+        while self._held:
+            piece = self._held.popleft()
+            await self._write(wire.request_piece(piece, is_last and not self._held))
+            self._give_back(len(piece))
 
     async def _refuse(self, error: BatonError) -> None:
         assert self._request is not None
@@ -287,9 +313,12 @@ class Exchange:
         await self._write(wire.refusal(error, self._request.path, self._request.request_id))
 
     def _release(self) -> None:
-        self._memory.num_free += self._num_held
-        self._num_held = 0
         self._held.clear()
+        self._give_back(self._num_held)
+
+    def _give_back(self, num_bytes: int) -> None:
+        self._memory.num_free += num_bytes
+        self._num_held -= num_bytes
 
     # -- response ------------------------------------------------------------------------------------------------------
 
@@ -297,6 +326,8 @@ class Exchange:
         assert self._request is not None
         self._is_answered = True  # also if the gateway itself has answered its client
         self._release()
+        if message.WhichOneof("request") == "response_headers":
+            self._chooser.note_served(self._endpoints, wire.served_of(message))
         if message.WhichOneof("request") == "response_body" and self._request.response_mode in wire.DUPLEX:
             pieces = wire.pieces_of(message.response_body.body)
             for number, piece in enumerate(pieces, 1):

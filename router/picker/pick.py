@@ -78,7 +78,9 @@ class _Endpoint:
         return sum(self.loads) / len(self.loads)
 
 
-def choose(routers: Iterable[RouterInfo], wanted: Wanted, subset: Subset | None = None) -> tuple[str, ...]:
+def choose(
+    routers: Iterable[RouterInfo], wanted: Wanted, subset: Subset | None = None, failing: Collection[str] = ()
+) -> tuple[str, ...]:
     """Return the endpoints (IP:port) to try, in order; empty: no router of the subset has an IP address.
 
     Routers that know ready workers of the model are preferred, then those that serve it: they hold the request until
@@ -86,11 +88,13 @@ def choose(routers: Iterable[RouterInfo], wanted: Wanted, subset: Subset | None 
 
     Args:
         subset: the endpoints that may be chosen; None: all.
+        failing: endpoints that did not serve a request lately; they come last.
     """
     found = [each for each in _endpoints(routers, wanted.content_ids) if subset is None or each.address in subset]
     found = [each for each in found if each.is_ready] or [each for each in found if each.serves] or found
-    found.sort(key=lambda each: _rank(wanted.session, each.address), reverse=True)
-    if len(found) > 1 and found[0].load > BUSIER * found[1].load + SLACK:
+    found.sort(key=lambda each: (each.address not in failing, _rank(wanted.session, each.address)), reverse=True)
+    has_choice = len(found) > 1 and found[1].address not in failing
+    if has_choice and found[0].load > BUSIER * found[1].load + SLACK:
         found[:2] = found[1], found[0]
     return tuple(each.address for each in found[:MAX_ENDPOINTS])
 

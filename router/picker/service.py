@@ -20,7 +20,7 @@ from baton.rpc.server import CLIENTS_PING_TIMEOUT_S, ClientLimits
 from baton.tls import Tls
 from router.api.exchange import MAX_BODY_BYTES
 from router.picker import wire
-from router.picker.exchange import BodyMemory, Chooser, Exchange, Sources
+from router.picker.exchange import MAX_HELD_BYTES, BodyMemory, Chooser, Exchange, Sources
 from router.picker.v3 import external_processor_pb2_grpc
 
 SERVICE_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -46,7 +46,7 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer):
 
     def __init__(self, config: Config, sources: Sources) -> None:
         self._stall_s = config.router.stall_s
-        self._chooser, self._memory = Chooser(sources), BodyMemory()
+        self._chooser, self._memory = Chooser(sources), BodyMemory(MAX_HELD_BYTES)
         self._num_streams = 0
         self._rpc = RpcServer(
             (SERVICE_NAME, READINESS),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,7 +13,23 @@ import pytest
 
 from baton.config import Config
 from tests.helm import schemas
-from tests.helm.chart import MAJORS, NAMESPACE, Object, Pod, Values, jobs, of_kind, pod_of, pods, render, template, the
+from tests.helm.chart import (
+    CHART,
+    MAJORS,
+    NAMESPACE,
+    Object,
+    Pod,
+    Values,
+    documents,
+    helm,
+    jobs,
+    of_kind,
+    pod_of,
+    pods,
+    render,
+    template,
+    the,
+)
 from tests.helm.reach import Place, labels_of, place_of, reaches
 from tests.helm.test_config import environment, loaded
 from tests.helm.test_reach import STRANGER
@@ -398,3 +415,44 @@ def test_what_cannot_work_is_refused(major: int, values: Values, sentence: str) 
 def test_routers_need_no_model_in_their_values() -> None:
     done = template(4, Values(sets=("parts.model=false", "config.model.id=", "pools.decode.minReplicas=9")))
     assert done.returncode == 0, done.stderr
+
+
+# -- the documentation -------------------------------------------------------------------------------------------------
+
+PAGE = CHART.parents[1] / "docs" / "kubernetes.md"
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_commands_of_the_documentation_render(tmp_path: Path) -> None:
+    """With the values that the page shows, and for Secrets of the names that it copies."""
+    text = PAGE.read_text().partition("## Several models behind one endpoint")[2]
+    for file in blocks(text, "yaml"):
+        (tmp_path / file.partition("\n")[0].removeprefix("# ")).write_text(file)
+    commands = [
+        shlex.split(line)
+        for block in blocks(text, "")
+        for line in block.replace("\\\n", "").splitlines()
+        if line.startswith("helm ")
+    ]
+    found = []
+    for _, verb, name, _, *options in commands:
+        assert verb in ("install", "upgrade")
+        words = [str(tmp_path / word) if word.endswith(".yaml") else word for word in options]
+        done = helm(4, "template", name, str(CHART), *words)
+        assert done.returncode == 0, done.stderr
+        found.append((name, documents(done.stdout)))
+    assert [name for name, _ in found] == ["baton", "qwen", "llama", "qwen", "qwen-next", "baton", "baton"]
+    shares = [re.findall(r"share: (\d+)", json.dumps(of_kind(objects, "ConfigMap"))) for _, objects in found]
+    assert shares[3:5] == [["9"], ["1"]]
+    copied = dict(re.findall(r"create secret generic (\S+) --from-literal=(\S+?)=", text.replace("\\\n", "")))
+    named = {
+        values["secret"]["secretName"]
+        for pod in pods(found[2][1])
+        for values in pod.spec["volumes"]
+        if "secret" in values
+    }
+    assert {"baton-cluster"} <= named & set(copied)
+    assert '"baton-redis"' in json.dumps(pod_of(found[2][1], "decode").template)

@@ -89,7 +89,7 @@ def _fired(rule: dict[str, Any], alert: dict[str, Any]) -> dict[str, Any]:
 def test_what_is_recorded(tmp_path: Path) -> None:
     """Two routers add up, each worker counts once, and what was never recorded is 0."""
     slo, tokens = "baton_requests_slo_total", "baton_tokens_slo_met_total"
-    blocks, transfers = "baton_kv_blocks", "baton_kv_transfers_total"
+    blocks, transfers, own = "baton_kv_blocks", "baton_kv_transfers_total", 'model="m", release="m-1"'
     series = {
         f'{slo}{{{LABELS}, instance="a", model="m", outcome="met"}}': "0+60x400",
         f'{slo}{{{LABELS}, instance="b", model="m", outcome="met"}}': "0+60x400",
@@ -113,12 +113,16 @@ def test_what_is_recorded(tmp_path: Path) -> None:
     }
     for instance in "ab":
         for state, number in (("in_use", 24), ("cached", 6), ("free", 2)):
-            series[f'{blocks}{{instance="{instance}", worker="d0", role="decode", state="{state}"}}'] = f"{number}x400"
+            series[f'{blocks}{{{own}, instance="{instance}", worker="d0", role="decode", state="{state}"}}'] = (
+                f"{number}x400"
+            )
         for worker, running in (("d0", 3), ("d1", 4)):
-            labels = f'instance="{instance}", worker="{worker}", role="decode"'
+            labels = f'{own}, instance="{instance}", worker="{worker}", role="decode"'
             series[f'baton_worker_sequences{{{labels}, state="running"}}'] = f"{running}x400"
         for outcome, number in (("committed", 180), ("failed", 60)):
-            labels = f'instance="{instance}", worker="d0", role="decode", direction="received", outcome="{outcome}"'
+            labels = (
+                f'{own}, instance="{instance}", worker="d0", role="decode", direction="received", outcome="{outcome}"'
+            )
             series[f"{transfers}{{{labels}}}"] = f"0+{number}x400"
     of_model = f'{LABELS}, model="m"'
     expected = {
@@ -133,10 +137,10 @@ def test_what_is_recorded(tmp_path: Path) -> None:
         "baton:time_to_first_token_seconds:p99_rate5m": 0.495,
         "baton:time_per_output_token_seconds:p99_rate5m": 0.2475,
         'baton:stage_duration_seconds:mean_rate5m{stage="decode"}': 0.5,
-        'baton:kv_in_use:ratio{worker="d0", role="decode"}': 0.75,
-        'baton:sequences:sum{role="decode", state="running"}': 7,
-        'baton:kv_transfers:rate5m{direction="received", outcome="failed"}': 1,
-        "baton:kv_transfers_failed:ratio_rate5m": 0.25,
+        f'baton:kv_in_use:ratio{{{own}, worker="d0", role="decode"}}': 0.75,
+        f'baton:sequences:sum{{{own}, role="decode", state="running"}}': 7,
+        f'baton:kv_transfers:rate5m{{{own}, direction="received", outcome="failed"}}': 1,
+        f"baton:kv_transfers_failed:ratio_rate5m{{{own}}}": 0.25,
         'baton:prefix_hit:ratio_rate5m{model="m"}': 0.25,
         'baton:prefix_ceiling:ratio_rate5m{model="m"}': 0.5,
         "baton:index_stale_hints:ratio_rate5m": 0.25,

@@ -88,7 +88,7 @@ class Stream:
     """The stream of one HTTP request, from the gateway's side."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.call: Any = rpc.ExternalProcessorStub(channel).Process()  # type: ignore[no-untyped-call]
+        self.call: Any = rpc.ExternalProcessorStub(channel).Process()
 
     async def send(self, message: pb.ProcessingRequest) -> None:
         await self.call.write(message)
@@ -120,7 +120,7 @@ def headers(
     *,
     path: str = "/v1/chat/completions",
     ends: bool = False,
-    modes: tuple[pb.BodySendMode, pb.BodySendMode] | None = None,
+    modes: tuple[pb.BodySendMode.ValueType, pb.BodySendMode.ValueType] | None = None,
     subset: Sequence[str] | str | None = None,
 ) -> pb.ProcessingRequest:
     """The message with a request's headers. Without `modes` the gateway does not say how it sends bodies."""
@@ -158,5 +158,5 @@ def picked(response: pb.ProcessingResponse) -> list[str]:
     assert option.append_action == pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
     assert common.clear_route_cache
     value = option.header.raw_value.decode()
-    assert response.dynamic_metadata[LB][DESTINATION] == value
+    assert response.dynamic_metadata.fields[LB].struct_value.fields[DESTINATION].string_value == value
     return [*value.split(",")]

@@ -37,14 +37,15 @@ from tests.support.waiting import until
 from worker import process as worker
 
 CONTRACTS = Path(__file__).parents[3] / "proto"
+OWN = CONTRACTS / "baton"
 INCARNATION = "a1"
 CALL, UNRULED = "/test.Closed/Call", "/test.Unruled/Call"
 STRANGERS_CALLS = 1000
 
 
 def services() -> Iterator[Any]:
-    """Every service of the contracts, as its descriptor."""
-    for path in sorted(CONTRACTS.rglob("*.proto")):
+    """Every service of Baton's contracts, as its descriptor."""
+    for path in sorted(OWN.rglob("*.proto")):
         name = path.relative_to(CONTRACTS).with_suffix("").as_posix().replace("/", ".")
         yield from importlib.import_module(f"{name}_pb2").DESCRIPTOR.services_by_name.values()
 

@@ -104,7 +104,7 @@ async def test_trailers_end_a_streamed_body(channel: grpc.aio.Channel) -> None:
 
 @pytest.mark.parametrize("mode", [pb.BUFFERED, pb.BUFFERED_PARTIAL])
 async def test_a_buffered_body_gets_the_endpoint_once_the_headers_are_answered(
-    channel: grpc.aio.Channel, mode: pb.BodySendMode
+    channel: grpc.aio.Channel, mode: pb.BodySendMode.ValueType
 ) -> None:
     stream = Stream(channel)
     await stream.send(headers(modes=(mode, pb.NONE)))
@@ -130,7 +130,7 @@ async def test_what_buffers_of_a_long_body_are_enough_to_pick_by_load(
 
 @pytest.mark.parametrize("mode", [pb.NONE, pb.STREAMED])
 async def test_modes_in_which_the_body_comes_too_late_are_served_by_load(
-    channel: grpc.aio.Channel, cluster: Cluster, mode: pb.BodySendMode
+    channel: grpc.aio.Channel, cluster: Cluster, mode: pb.BodySendMode.ValueType
 ) -> None:
     stream = Stream(channel)
     await stream.send(headers(modes=(mode, pb.NONE)))
@@ -273,12 +273,40 @@ async def test_routers_that_serve_the_model_are_chosen(channel: grpc.aio.Channel
     assert picked(await pick_for(channel, b'{"model": "qwen"}')) == [two]
 
 
+async def test_a_router_that_did_not_serve_comes_last_for_a_while(
+    channel: grpc.aio.Channel, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def waiting() -> Stream:
+        stream = Stream(channel)
+        await stream.send(headers(modes=(pb.BUFFERED, pb.NONE)))
+        await stream.next()
+        await stream.send(body(CHAT))
+        assert picked(await stream.next()) == order
+        return stream
+
+    async def served(stream: Stream, endpoint: str) -> None:
+        await stream.send(served_by(endpoint))
+        await stream.next()
+
+    order = picked(await pick_for(channel))
+    for odd in (order[0], "", "10.9.9.9:1", "\r\n"):
+        await served(await waiting(), odd)
+    one, two = await waiting(), await waiting()
+    assert not caplog.messages
+    await served(one, order[1])
+    assert picked(await pick_for(channel)) == [*order[1:], order[0]]
+    monkeypatch.setattr("router.picker.exchange.FAILING_S", 0.0)
+    await served(two, order[1])
+    assert picked(await pick_for(channel)) == order
+    assert len(caplog.messages) == 1
+
+
 # -- health ------------------------------------------------------------------------------------------------------------
 
 
 async def test_health_checks_tell_readiness_from_life(cluster: Cluster) -> None:
     async def status(channel: grpc.aio.Channel, name: str) -> health_pb2.HealthCheckResponse.ServingStatus:
-        stub: Any = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         found: health_pb2.HealthCheckResponse = await stub.Check(health_pb2.HealthCheckRequest(service=name))
         return found.status
 

@@ -77,6 +77,14 @@ def test_a_busy_router_is_passed_over_for_the_second_of_the_session_and_no_other
     assert choose(found, WANTED) == (order[1], order[0], *order[2:])
 
 
+def test_routers_that_fail_come_last_whatever_the_others_have_to_do() -> None:
+    order = choose(routers(4), WANTED)
+    assert choose(routers(4), WANTED, failing={order[0], order[2]}) == (order[1], order[3], order[0], order[2])
+    found = [router_at(each, {MODEL: 100 if each == order[1] else 0}) for each in order[:2]]
+    assert choose(found, WANTED, failing={order[0]}) == (order[1], order[0])
+    assert choose(found[:1], WANTED, failing={order[0]}) == order[:1]
+
+
 def test_sessions_spread_over_all_routers() -> None:
     num = Counter(choose(routers(8), Wanted(str(number).encode()))[0] for number in range(2000))
     assert len(num) == 8
