@@ -50,10 +50,12 @@ class ChildLog:
     Args:
         path: log file; created if it is missing, otherwise appended to.
         terminal: stream on which log lines are shown; None: standard error.
+        label: name that precedes each line of text on the terminal, for one of several children of a kind; empty: none.
     """
 
-    def __init__(self, path: Path, terminal: TextIO | None = None) -> None:
+    def __init__(self, path: Path, terminal: TextIO | None = None, label: str = "") -> None:
         self.path = path
+        self._prefix = f"[{label}] " if label else ""
         self._terminal = terminal
         self._unread = 0
         self._rest = b""
@@ -93,7 +95,8 @@ class ChildLog:
         for line in lines:
             text = line.decode(errors="replace")
             if LOG_LINE.match(text):
-                terminal.write(f"{in_line(text)}\n")
+                prefix = "" if text.startswith("{") else self._prefix  # a JSON document stays one
+                terminal.write(f"{prefix}{in_line(text)}\n")
         terminal.flush()
 
     async def _follow(self) -> None:
@@ -102,9 +105,9 @@ class ChildLog:
             await asyncio.sleep(FOLLOW_S)
 
 
-def log_of(folder: Path | None, name: str) -> ChildLog | None:
+def log_of(folder: Path | None, name: str, label: str = "") -> ChildLog | None:
     """Return the log of a child process in the folder; None without a folder: the child writes to our own output."""
-    return ChildLog(folder / f"{name}.log") if folder else None
+    return ChildLog(folder / f"{name}.log", label=label) if folder else None
 
 
 def _is_running(pid: str) -> bool:

@@ -29,7 +29,7 @@ class ControllerChild:
         state_path: the controller's state file.
         keys: key files of the members on this machine. Workers elsewhere have theirs at `cluster.secret`.
         environment: variables of our own Ray; empty: an existing Ray cluster is joined.
-        name: name of the process in messages and of its log.
+        label: name of the model in messages and in the name of the log; empty: it is the only model.
         logs: folder for its output; None: it writes to our own output.
     """
 
@@ -40,7 +40,7 @@ class ControllerChild:
         keys: Mapping[Principal, Path],
         *,
         environment: Mapping[str, str],
-        name: str = "controller",
+        label: str = "",
         logs: Path | None = None,
     ) -> None:
         cluster = config.cluster
@@ -55,13 +55,13 @@ class ControllerChild:
             arguments = ("--awaits-address", "--worker-host", LOOPBACK, "--worker-keys", worker_keys)
         own = dataclasses.replace(config.for_controller(), cluster=cluster)
         self._child = Child(
-            f"the {name.replace('-', ' ', 1)}",
+            f"the controller of {label}" if label else "the controller",
             "deploy.controller",
             ("--cluster", cluster.name, "--state-file", str(state_path), *arguments),
             {**environment, "BATON_CONFIG_JSON": own.to_json()},
             on_orphaned=signal.SIGINT if self._joins else signal.SIGKILL,
             awaits_line=not self._joins,
-            log=log_of(logs, name),
+            log=log_of(logs, f"controller-{label}" if label else "controller", label),
         )
         self._was_started = False
         """True once its workers were started; the process may have ended since."""

@@ -89,9 +89,9 @@ class RayCluster:
             *("Ray", "deploy.ray_pools.head", ("--workers", str(num_workers), *place), self._environment),
             log=log_of(logs, "ray"),
         )
-        log_format = ("--log-format", first.telemetry.log_format)
+        options = ["--log-format", first.telemetry.log_format, *(["--names-releases"] if len(configs) > 1 else [])]
         self._node = Child(
-            *("the node process", "deploy.ray_pools.node", ("--folder", str(node), *log_format), {}),
+            *("the node process", "deploy.ray_pools.node", ("--folder", str(node), *options), {}),
             log=log_of(logs, "workers"),
         )
         self._controllers = [
@@ -100,7 +100,7 @@ class RayCluster:
                 path,
                 keys,
                 environment=self._environment,
-                name="controller" if len(configs) == 1 else f"controller-{file_name(config.release)}",
+                label=file_name(config.release) if len(configs) > 1 else "",
                 logs=logs,
             )
             for config, path in zip(configs, state_paths, strict=True)

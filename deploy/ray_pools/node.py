@@ -1,6 +1,6 @@
 """Node process: runs the workers of one Ray node, relays their output, and in a container also runs Ray.
 
-    python -P -m deploy.ray_pools.node --folder FOLDER [--log-format json] -- ray start --block ...
+    python -P -m deploy.ray_pools.node --folder FOLDER [--log-format json] [--names-releases] -- ray start --block ...
 
 It is the first process of a worker's container, and the command after -- runs Ray. On one machine `baton up` starts it
 without a command. On a Ray node without a node process, each actor starts its own. A worker's process is a child of the
@@ -16,8 +16,8 @@ worker    orders of the worker's actor (`deploy.ray_pools.node_link`): `start`, 
           node process answers with the worker's report, its end, or an error
 latest    the node process returns the latest lines of workers with this name on this node (`worker.log` reads them)
 
-Lines begin with the worker's id. If workers of several clusters have run here, as those of several models do, lines
-begin with the release of the worker's model and its id.
+Lines begin with the worker's id. With --names-releases, and once workers of several clusters have run here, as those of
+several models do, lines begin with the release of the worker's model and its id.
 
 The folder has four files for probes. `workers` has the state of each worker. `ready` exists while there is a worker and
 all workers on this node accept traffic. `started` exists once the node has been ready, or has had no worker for
@@ -100,10 +100,14 @@ class Lines:
     """Writer of whole lines to a file descriptor, in the format of `baton.telemetry.logs`.
 
     It writes in a thread, so that a stalled reader does not block the event loop.
+
+    Args:
+        names_releases: name workers by release and id, even while those of one cluster run here.
     """
 
-    def __init__(self, fd: int, log_format: str) -> None:
+    def __init__(self, fd: int, log_format: str, *, names_releases: bool = False) -> None:
         self._fd = fd
+        self.names_releases = names_releases
         self._is_json, self._is_raw = log_format == "json", log_format == "raw"
         self._queue: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
         threading.Thread(target=self._write_queued, name="lines", daemon=True).start()
@@ -385,7 +389,7 @@ class Node:
         """Return the worker's name in output; empty: no worker."""
         if worker is None:
             return ""
-        return str(worker) if len(self._clusters) > 1 else worker.id
+        return str(worker) if self._lines.names_releases or len(self._clusters) > 1 else worker.id
 
     def _tell_orphaned(self, worker: WorkerName, what: str) -> None:
         if not self._is_ending:
@@ -580,11 +584,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="folder of the socket and the probes' files")
     parser.add_argument("--log-format", choices=["text", "json", "raw"], default="text", help="raw: without worker ids")
     parser.add_argument("--raylet", default="", help="host:port of the raylet; Ray is killed if it does not answer")
+    parser.add_argument("--names-releases", action="store_true", help="name workers by the release of their model, too")
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor to which the socket's path is written")
     parser.add_argument("command", nargs="*", help="after --: command that runs Ray; none: Ray is not run here")
     args = parser.parse_args()
     _prepare()
-    lines = Lines(sys.stdout.fileno(), args.log_format)
+    lines = Lines(sys.stdout.fileno(), args.log_format, names_releases=args.names_releases)
     sys.exit(asyncio.run(run(args.command, args.folder, lines, raylet=args.raylet, ready_fd=args.ready_fd)))
 
 

@@ -37,6 +37,14 @@ def test_the_terminal_has_log_lines_alone(tmp_path: Path) -> None:
     assert terminal.getvalue().splitlines() == [LINE, OF_A_WORKER, JSON_LINE, LINE]
 
 
+def test_lines_of_one_of_several_children_begin_with_its_label(tmp_path: Path) -> None:
+    terminal = io.StringIO()
+    log = ChildLog(tmp_path / "x.log", terminal, "big-1")
+    log.path.write_text(f"{LINE}\n{JSON_LINE}\n")
+    log.show_new()
+    assert terminal.getvalue().splitlines() == [f"[big-1] {LINE}", JSON_LINE], "a document stays one"
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -161,9 +161,10 @@ async def test_a_controller_that_dies_is_restarted_and_those_of_other_models_are
     models = [BASE, resolved(another(model={"id": "org/small"}, router={"mode": "auto"}), "r2")]
     models = [replace(each, cluster=replace(each.cluster, controller_port=0)) for each in models]
     ray = RayCluster(models, [tmp_path / "1", tmp_path / "2"], member_files("", tmp_path).files)
-    names = ["the controller big-1", f"the controller {models[1].release}"]
+    names = ["the controller of big-1", f"the controller of {models[1].release}"]
     assert [each._child.name for each in ray._controllers] == names
     assert ray._head._command[-1] == "6", "workers of both models"
+    assert "--names-releases" in ray._node._command
     told = [tmp_path / "told-1", tmp_path / "told-2"]
     write = "os.write(int(sys.argv[-1]), json.dumps({%s}).encode() + b'\\n')\n"
     for controller, path in zip(ray._controllers, told, strict=True):

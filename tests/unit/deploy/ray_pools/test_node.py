@@ -91,6 +91,14 @@ async def test_workers_of_two_clusters_share_a_node_and_an_id(tmp_path: Path) ->
     assert re.search(r"^\[small-2/worker-0\] .* small-2/worker-0 has left", out, re.MULTILINE)
 
 
+async def test_a_node_of_several_models_names_their_releases_from_the_start(tmp_path: Path) -> None:
+    with node(tmp_path, "text", "", "--names-releases") as here:
+        async with actor(here, "worker-0", "a", "big-1") as link:
+            with pytest.raises(WorkerFailed):
+                await link.start(order("print('alone')"), "")
+        assert re.search(r"^\[big-1/worker-0\] alone$", here.end(), re.MULTILINE)
+
+
 async def test_for_people_a_line_stays_as_it_is(tmp_path: Path) -> None:
     """Only the worker's id stands before it."""
     with node(tmp_path, "text") as here:
