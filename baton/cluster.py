@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError
@@ -11,8 +12,6 @@ from typing import TYPE_CHECKING
 from baton.costs import PRIOR, StepCosts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from baton.registered_adapters import Adapters
 
 try:
@@ -300,7 +299,7 @@ class RoutedModel:
     in_flight: int = 0
     """Requests that have arrived and not ended."""
     held: int = 0
-    """Those of them that wait until the model is awake."""
+    """Requests in flight that wait until the model is awake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +318,7 @@ class RouterInfo:
     ready_workers: int = 0
     """Workers that it knows to be ready."""
     models: tuple[RoutedModel, ...] = ()
-    """The same counts by model; empty: a release that served one model only."""
+    """Counts by model; empty: a release that served one model only."""
 
     def of_model(self, content_id: str) -> RoutedModel:
         """Return its counts for one model; zeros if it does not serve the model."""
@@ -414,16 +413,16 @@ class ModelState(StrEnum):
 
     READY = "ready"
     ASLEEP = "asleep"
-    """It has no workers because nobody requested it; a request wakes it."""
+    """The model has no workers because nobody requested it; a request wakes it."""
     WAKING = "waking"
-    """Its workers start after a sleep."""
+    """The model's workers start after a sleep."""
     DOWN = "down"
     """No decode worker is ready."""
     LEAVING = "leaving"
-    """It serves no new requests."""
+    """The model serves no new requests."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """A model as the answering router serves it."""
 

@@ -45,7 +45,6 @@ from router.models.follower import ModelFollower
 from router.models.operated import OperatedModels
 from router.models.table import ModelTable
 from router.picker import Picker, Sources, Wanted
-from router.request.model import LoadedModel
 from router.service import Front
 from router.timeline.log import Ingress
 from router.timeline.usage_log import UsageBook, UsageFile
@@ -76,8 +75,6 @@ class Router:
     tracer: TracerProvider | None
     table: ModelTable
     follower: ModelFollower
-    own: ModelEntry | None
-    """The model of the router's own configuration."""
     endpoint: EndpointStore
     watch: EndpointWatch
     readiness: Readiness
@@ -93,8 +90,7 @@ class Router:
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then give requests in flight up to `router.drain_timeout_s` to complete."""
         try:
-            if self.own is not None:
-                await self.own.start()
+            await self.follower.start()
             await self.rpc.start()
             if self.picker is not None:
                 await self.picker.start()
@@ -158,7 +154,6 @@ def build(config: Config) -> Router:
     usage_file = UsageFile(config.router.usage_log) if config.router.usage_log else None
     link, tls = MemberLink(keys, member_tls(config.cluster)), endpoint_tls(config)
     tracer = tracing.configure("baton-router", config.router.id, config.telemetry, link.tls, faces_clients=True)
-    own_model = _load_own(config)
     rpc, grpc_port = _bind(config, tenants, tls)
     stores = _EndpointStores.connect(config, link)
     watch = EndpointWatch(
@@ -175,17 +170,10 @@ def build(config: Config) -> Router:
     usage_book = UsageBook(usage_file, stores.marks, instruments, watch.num_routers)
     front = Front.of(config.router, instruments, accounts, usage_book)
     shared = Shared(config=config, link=link, front=front, garbage=stores.garbage)
-    own = None if own_model is None else _own_entry(shared, own_model)
     table = ModelTable(front, config.router.default_model)
-    files = ModelFileCache(own_part(cache_dir(config.cluster), "serving-files"), link)
-    follower = ModelFollower(table, shared, stores.endpoint, files, own)
-    readiness = Readiness(
-        lambda: [each.pools for each in follower.entries],
-        config.router.mode == "disaggregated",
-        config.router.worker_wait_s,
-        time.monotonic,
-        has_read=lambda: follower.has_read,
-    )
+    files = ModelFileCache(own_part(cache_dir(config.cluster), "model-files"), link)
+    follower = ModelFollower(table, shared, stores.endpoint, files, _own_entry(shared))
+    readiness = _readiness(config, follower)
     operations = _operations(config, stores, watch, table, follower, instruments=instruments)
     InferenceServicer(table, Ingress(config.cluster.host, grpc_port), stall_s=config.router.stall_s).add_to(rpc.server)
     admin_pb2_grpc.add_AdminServicer_to_server(
@@ -196,7 +184,6 @@ def build(config: Config) -> Router:
         tracer=tracer,
         table=table,
         follower=follower,
-        own=own,
         endpoint=stores.endpoint,
         watch=watch,
         readiness=readiness,
@@ -240,17 +227,24 @@ class _EndpointStores:
         )
 
 
-def _load_own(config: Config) -> LoadedModel | None:
-    """Return the model of the router's own configuration; None: it has none. Raises ModelLoadError."""
+def _own_entry(shared: Shared) -> ModelEntry | None:
+    """Return the entry of the model of the router's own configuration; None: it has none. Raises ModelLoadError."""
+    config = shared.config
     if not config.router.own_model:
         return None
-    folder = Path(config.model.path)
-    return load_model(folder, config.model.chat_template, own_announcement(config), config.router.default_max_tokens)
+    folder, announced = Path(config.model.path), own_announcement(config)
+    model = load_model(folder, config.model.chat_template, announced, config.router.default_max_tokens)
+    return ModelEntry.build(shared, model, ModelStores.connect(shared, model.content_id), announced)
 
 
-def _own_entry(shared: Shared, model: LoadedModel) -> ModelEntry:
-    stores = ModelStores.connect(shared, model.content_id)
-    return ModelEntry.build(shared, model, stores, own_announcement(shared.config))
+def _readiness(config: Config, follower: ModelFollower) -> Readiness:
+    return Readiness(
+        lambda: [each.pools for each in follower.entries],
+        config.router.mode == "disaggregated",
+        config.router.worker_wait_s,
+        time.monotonic,
+        has_read=lambda: follower.has_read,
+    )
 
 
 def _picker(

@@ -44,6 +44,7 @@ from baton.telemetry.instruments import Instruments
 from kvstore.leases import Noted, RecordKey
 from router.admission import (
     Accounts,
+    Claim,
     ImageMemory,
     Limiter,
     ModelFacts,
@@ -82,6 +83,7 @@ from router.serve import (
     RequestImages,
     prompt_bytes,
 )
+from router.timeline.events import Timeline
 from router.timeline.log import UNKNOWN_INGRESS, Ingress, RequestLog, Served
 from router.timeline.usage_log import UsageBook
 
@@ -266,12 +268,7 @@ class RouterService:
             past = await self._calls.take_over(key) if request.resume_from else None
             slot: AbstractContextManager[object] = self._limiter.slot(key.request_id, params.num_answers, tenant)
             if self._holding.is_needed:
-                held = await self._holding.until_awake(
-                    key.request_id, params.num_answers, claim, prompt_bytes(request.prompt)
-                )
-                slot, claim = held.slot, held.claim
-                timeline.claim = claim
-                timeline.add(held.event)
+                slot, claim = await self._held(timeline, claim, params.num_answers, request.prompt)
             with (
                 slot,
                 self._calls.entered(key) as call,
@@ -306,6 +303,19 @@ class RouterService:
                                     yield recording.sent(ready)
                                     call.goes_on()
             self._limiter.record(time.monotonic() - timeline.arrived_s)
+
+    async def _held(
+        self, timeline: Timeline, claim: Claim, num_answers: int, prompt: PromptInput
+    ) -> tuple[AbstractContextManager[object], Claim]:
+        """Hold a request until its model is awake, and return its slots of the limiter and its claim from then on.
+
+        Raises:
+            ModelWaking, NoWorker, InvalidRequest: see `Holding.until_awake`.
+        """
+        released = await self._holding.until_awake(timeline.request_id, num_answers, claim, prompt_bytes(prompt))
+        timeline.claim = released.claim
+        timeline.add(released.event)
+        return released.slot, released.claim
 
     async def _written(self, choice: Choice, message: NewTokens, writer: SentAnswer) -> Sequence[GenerateChunk]:
         """Return the chunks for the client from a choice's new tokens."""

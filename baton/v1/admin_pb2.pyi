@@ -22,8 +22,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class GetStatusRequest(_message.Message):
-    """In every request, `model` names one model: its name for clients, the name of its release, or its content id. Empty: the
-    only one; in queries: all models.
+    """The field `model` of all requests names one model: its name for clients, the name of its release, or its content id.
+    Empty: the only one; in queries: all models.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1538,7 +1538,7 @@ class Router(_message.Message):
     """Workers that this router sees as ready."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoutedModel]:
-        """The same numbers by model."""
+        """Counts by model."""
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -49,6 +50,20 @@ def tighter(one: Limits, other: Limits) -> Limits:
 
 def _least(limits: Iterable[int | None]) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def match_any(patterns: tuple[str, ...], name: str) -> bool:
+    """Return whether a name matches one of the patterns. Fast for names and for patterns such as `llama-*`."""
+    names, starts, others = _sorted(patterns)
+    return name in names or name.startswith(starts) or any(matches(pattern, name) for pattern in others)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sorted(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...], tuple[str, ...]]:
+    """Return the patterns without a star, the texts before the star of those that have one at the end, and others."""
+    names = frozenset(pattern for pattern in patterns if "*" not in pattern)
+    starts = tuple(pattern[:-1] for pattern in patterns if 0 <= pattern.find("*") == len(pattern) - 1)
+    return names, starts, tuple(pattern for pattern in patterns if 0 <= pattern.find("*") < len(pattern) - 1)
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -53,7 +53,7 @@ import yaml
 from baton.config import RouterConfig, why_unreadable
 from baton.errors import ConfigError, Forbidden, Unauthenticated
 from baton.telemetry.instruments import Instruments
-from router.admission.limits import LIMITS, MAX_PATTERN, MAX_PATTERNS, Limits, matches, tighter
+from router.admission.limits import LIMITS, MAX_PATTERN, MAX_PATTERNS, Limits, match_any, matches, tighter
 
 logger = logging.getLogger(__name__)
 CERTIFICATE = re.compile(r"(DNS|URI|email|IP|CN):[^\s].*")
@@ -101,7 +101,7 @@ class Tenant(Limits):
 
     def may_use(self, name: str) -> bool:
         """Return whether the tenant may request the model or adapter of this name."""
-        return not self.models or any(matches(pattern, name) for pattern in self.models)
+        return not self.models or match_any(self.models, name)
 
     def limits_of(self, model: str) -> Limits:
         """Return the limits with one model, which apply in addition to those over all models."""

@@ -1,4 +1,4 @@
-"""The router's interfaces: gRPC and HTTP over one service, the web page, and orders forwarded to the controller.
+"""The router's interfaces: gRPC and HTTP over one service, the web page, and operators' orders.
 
 Each interface turns bytes into a `GenerateRequest`, and chunks back into bytes. `openai`, `responses` and `anthropic`
 have the endpoints of these APIs; the modules here are shared by the APIs of the HTTP port. `page` has the files of the
@@ -19,11 +19,11 @@ __all__ = [
     "http",
     "openai",
     "operations",
-    "orders",
     "page",
     "parsing",
     "places",
     "responses",
     "routes",
+    "sessions",
     "unserved",
 ]

@@ -30,6 +30,7 @@ from baton.errors import BatonError, InvalidRequest, UnknownField, Unsupported
 from baton.tasks import cancel_and_wait
 from baton.telemetry import tracing
 from baton.tools import ToolCallDelta
+from router.admission.limits import Limits
 from router.admission.tenants import Tenant
 from router.api.exchange import (
     WAITING,
@@ -198,7 +199,7 @@ def chunks_of(
     tenant: Tenant = request.state.tenant
     starts = [partial(service.generate, each, trace, tenant, ingress) for each in asked]
     num_answers = max(num_choices, asked[0].sampling.get("best_of") or 1)
-    return together(starts, num_choices, at_once(tenant, len(asked), num_answers))
+    return together(starts, num_choices, at_once(tenant.tightest(service.name_of(asked[0].model)), len(asked), num_answers))
 
 
 async def answered(
@@ -341,23 +342,24 @@ def refusal_of(error: RequestValidationError) -> InvalidRequest | Unsupported:
     return InvalidRequest(f"{param or 'the body'}: {first['msg']}", param or None)
 
 
-def at_once(tenant: Tenant, num_prompts: int, num_answers: int) -> int:
+def at_once(limits: Limits, num_prompts: int, num_answers: int) -> int:
     """Return how many prompts of a request are served concurrently.
 
     Args:
+        limits: the tenant's limits with the requested model.
         num_answers: answers that are generated for each prompt.
 
     Raises:
         InvalidRequest: the number of prompts exceeds the tenant's requests per minute.
     """
-    limit = tenant.requests_per_minute
+    limit = limits.requests_per_minute
     if limit is not None and num_prompts > limit:
         raise InvalidRequest(
             f"prompt holds {num_prompts} prompts, and each counts as a request: that is above this API key's limit of "
             f"{limit} requests per minute; send fewer",
             "prompt",
         )
-    most = MAX_AT_ONCE if tenant.max_in_flight is None else tenant.max_in_flight // max(1, num_answers)
+    most = MAX_AT_ONCE if limits.max_in_flight is None else limits.max_in_flight // max(1, num_answers)
     return max(1, min(MAX_AT_ONCE, most))
 
 

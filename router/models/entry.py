@@ -166,7 +166,7 @@ class ModelEntry:
 
     @property
     def release(self) -> Release:
-        """Its place in the table of models."""
+        """The release of the model for the table of models."""
         return Release(
             content_id=self.model.content_id,
             name=self.announcement.name,

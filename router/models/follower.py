@@ -99,6 +99,15 @@ class ModelFollower:
             return (self._own,)  # before `run`
         return [self._serving[content].entry for content in sorted(self._serving)]
 
+    async def start(self) -> None:
+        """Start the processes that the first requests for the own model would otherwise wait for.
+
+        Raises:
+            ModelLoadError: the own model's chat template is not valid.
+        """
+        if self._own is not None:
+            await self._own.start()
+
     async def run(self) -> None:
         """Follow until cancelled. While Redis is away, the known models are served."""
         async with asyncio.TaskGroup() as tasks:

@@ -51,7 +51,7 @@ class ModelTable:
         self._front = front
         self._default = default_model
         self._releases: dict[str, Release] = {}
-        """By content id."""
+        """Releases by content id."""
         self._by_name: dict[str, tuple[Release, ...]] = {}
         self._version = 0
 

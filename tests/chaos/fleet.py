@@ -410,7 +410,7 @@ def _announce_other_port(announced: int, listens: int) -> None:
     """Has this process, which is one worker's, listen at one port and name another to the cluster."""
     bind = RpcServer.bind
 
-    def bind_there(self: RpcServer, host: str, port: int, tls: Tls | None = None) -> int:
+    def bind_there(self: RpcServer, host: str, port: int, tls: ServerIdentity | None = None) -> int:
         bind(self, host, listens, tls)
         return announced
 

@@ -145,7 +145,8 @@ def cluster_status(*workers: Worker, **values: Any) -> ClusterStatus:
     contents = {each.info.content_id for each in workers} or {"content"}
     of_model = {"pools": values.get("pools", {}), "controller": values.get("controller")}
     models = tuple(
-        ServedModel("tiny", "/models/tiny", content_id=content, release="tiny-1", **of_model) for content in contents
+        ServedModel(id="tiny", path="/models/tiny", content_id=content, release="tiny-1", **of_model)
+        for content in contents
     )
     defaults: dict[str, Any] = {"pools": {}, "routers": (), "redis_address": "", "redis_ok": True, "models": models}
     return ClusterStatus(workers=workers, **defaults | values)

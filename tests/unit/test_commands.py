@@ -53,6 +53,7 @@ RUN_BY = {
     "config": "tests/integration/test_wheel.py",
     "chat": "tests/integration/test_wheel.py",
     "logs": "tests/unit/deploy/cli/test_look.py",
+    "wake": "tests/integration/test_several_models.py",
 }
 """What pages give without a mark, and the test that runs it whole, against processes."""
 RUN_BLOCK_BY_BLOCK = {

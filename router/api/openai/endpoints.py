@@ -174,14 +174,15 @@ async def _ids_of(
 def _sampling(service: RouterService, body: ChatBody | CompletionBody, tenant: Tenant) -> dict[str, Any]:
     """Return the sampling parameters of a request.
 
-    OpenAI's default length of a completion is limited to the tenant's maximum. A reasoning budget of another service's
+    OpenAI's default length of a completion is limited to the tenant's maximum with the model. A reasoning budget of another service's
     field is dropped if the model does not reason.
     """
     asked = body.sampling()
     if isinstance(body, ChatBody) and body.budget is not None and service.model.format.reasoning is not None:
         asked.setdefault("thinking_budget", body.budget)
     if isinstance(body, CompletionBody) and "max_tokens" not in asked:
-        asked["max_tokens"] = min(DEFAULT_COMPLETION_TOKENS, tenant.max_answer_tokens or DEFAULT_COMPLETION_TOKENS)
+        most = tenant.tightest(service.name_of(body.model or "")).max_answer_tokens
+        asked["max_tokens"] = min(DEFAULT_COMPLETION_TOKENS, most or DEFAULT_COMPLETION_TOKENS)
     return asked
 
 
@@ -192,7 +193,7 @@ class ModelList:
         self._models = models
         self._version: tuple[object, ...] = ()
         self._json: dict[tuple[str, ...], bytes] = {}
-        """By the patterns of the models that a tenant may use."""
+        """Lists by the patterns of the models that a tenant may use."""
 
     def __call__(self, tenant: Tenant) -> bytes:
         """Return the list for a tenant."""

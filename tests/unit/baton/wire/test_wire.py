@@ -683,7 +683,7 @@ def status(num_workers: int) -> ClusterStatus:
         ),
         redis_address="redis://x",
         redis_ok=False,
-        models=(ServedModel("m", "/m"),),
+        models=(ServedModel(id="m", path="/m"),),
         controller=ControllerInfo(
             pid=3, address="h:3", scaling=(PoolScaling("decode", 0.5, 3),), version="1.2", incarnation="c3"
         ),

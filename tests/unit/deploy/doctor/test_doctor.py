@@ -238,7 +238,7 @@ def test_a_tenants_file_is_read_as_a_router_does(tmp_path: Path) -> None:
 
 
 def test_a_model_has_to_be_there_before_a_container_starts(tmp_path: Path) -> None:
-    def look(is_needed: bool, **model: str) -> Check:
+    def look(is_needed: bool, **model: Any) -> Check:
         config = Config(model=ModelConfig(**model), cluster=ClusterConfig(cache_dir=str(tmp_path)))
         (check,) = machine.model(config, is_needed)
         return check

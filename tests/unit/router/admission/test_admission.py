@@ -28,7 +28,7 @@ from router.admission import (
 )
 from router.admission.gate import CROWDED, CROWDED_S
 from router.admission.limits import Limits
-from router.admission.tenants import Tenant
+from router.admission.tenants import DEFAULT_TENANT, Tenant
 
 FACTS = ModelFacts(
     id="tiny",
@@ -427,3 +427,14 @@ def test_retry_after_follows_how_long_requests_take() -> None:
     for _ in range(200):
         limiter.record(0.0)
     assert retry_after_s() == 0.1, "never at once"
+
+
+def test_who_waits_for_a_slot_hears_of_the_next_free_one_once() -> None:
+    limiter, heard = Limiter(2), list[int]()
+    with limiter.slot("a", 2):
+        limiter.on_room(lambda: heard.append(limiter.num_in_flight))
+        assert not limiter.has_room(1, DEFAULT_TENANT)
+    assert heard == [0]
+    with limiter.slot("b", 1):
+        assert limiter.has_room(1, DEFAULT_TENANT)
+    assert heard == [0]

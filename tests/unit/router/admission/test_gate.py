@@ -59,6 +59,18 @@ def test_who_comes_in_time_is_admit() -> None:
     assert admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=math.inf), prediction(1e9)) == []
 
 
+def test_who_was_held_is_neither_refused_nor_preempted() -> None:
+    """It was accepted when it arrived, and many come at once when their model wakes."""
+    gate = Gate()
+    (oldest,), late = queued(gate), prediction(4.0, 2.0)
+    for _ in range(4):
+        held = QueueEntry(tenant=A, priority=0, ttft_s=5.0, was_held=True)
+        assert admit(gate, held, prediction(400.0)) == []
+    with pytest.raises(Overloaded):  # it would be on time without two prompts
+        admit(gate, QueueEntry(tenant=HEAVY, priority=0, ttft_s=5.0), late)
+    assert admit(gate, QueueEntry(tenant=HEAVY, priority=0, ttft_s=6.0), late) == [oldest]
+
+
 def test_a_fifth_of_the_time_left_is_kept_for_errors() -> None:
     assert CAUTION == 0.8
     gate = Gate()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.limits import MAX_PATTERN, MAX_PATTERNS, Limits, matches, tighter
+from router.admission.limits import MAX_PATTERN, MAX_PATTERNS, Limits, match_any, matches, tighter
 from router.admission.tenants import DEFAULT_TENANT, Tenant
 
 NARROW, WIDE = Limits(requests_per_minute=1, max_answer_tokens=9), Limits(requests_per_minute=50, tokens_per_day=7)
@@ -24,6 +24,11 @@ def reference(pattern: str, name: str) -> bool:
 @given(st.text("aB*", max_size=8), st.text("aB*", max_size=10))
 def test_a_star_is_any_text_and_all_else_is_itself(pattern: str, name: str) -> None:
     assert matches(pattern, name) == reference(pattern, name)
+
+
+@given(st.lists(st.text("aB*", max_size=5), max_size=4), st.text("aB*", max_size=6))
+def test_one_pattern_of_several_is_enough(patterns: list[str], name: str) -> None:
+    assert match_any(tuple(patterns), name) == any(reference(pattern, name) for pattern in patterns)
 
 
 @given(st.text("a*?[].\\\n/é", max_size=8), st.data())
@@ -48,6 +53,8 @@ def test_a_name_made_from_a_pattern_matches_it(pattern: str, data: st.DataObject
         ("*", "", True),
         ("a*a", "a", False),
         ("a*a*a", "aa", False),
+        ("*ab*ba*", "aba", False),
+        ("*ab*ba", "aba", False),
         ("gpt-[45]", "gpt-4", False),
         ("gpt-?", "gpt-4", False),
         ("gpt.4", "gpt-4", False),

@@ -245,6 +245,31 @@ async def test_a_set_that_is_removed_at_this_moment_is_read_anew(
     assert lock.exists(), "the set is locked by a file that others see"
 
 
+async def test_a_set_that_is_taken_at_this_moment_is_not_removed(
+    router: Callable[[], ModelFileCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another router has removed the set and written it again since its lock file was opened."""
+    monkeypatch.setattr(module, "MAX_SETS", 1)
+    cache, flock = router(), fcntl.flock
+    path = tmp_path / "cache" / f"{FILES.digest}.in-use"
+    with contextlib.ExitStack() as stack:
+
+        def late(file: BinaryIO, operation: int) -> None:
+            if operation & fcntl.LOCK_EX and file.name == str(path):
+                path.unlink()
+                flock(stack.enter_context(path.open("ab")), fcntl.LOCK_SH)
+            flock(file, operation)
+
+        async with Provider(FILES, numbered(1)).source() as source:
+            folder = await cache.folder(FILES.digest, [source])
+            cache.release(FILES.digest)
+            os.utime(path, (1, 1))
+            monkeypatch.setattr(fcntl, "flock", late)
+            await cache.folder(numbered(1).digest, [source])
+        assert ServingFiles.is_kept(folder, FILES.digest)
+        assert path.exists()
+
+
 async def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

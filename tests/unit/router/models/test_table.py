@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,12 +46,13 @@ def never() -> str:
 def test_a_request_goes_to_the_model_that_it_names() -> None:
     llama, qwen = Service("llama", "poet"), Service("qwen")
     table = table_of(llama, qwen)
-    found = [table.service(name, DEFAULT_TENANT, never) for name in ("llama", "qwen", "poet")]
+    found: list[Any] = [table.service(name, DEFAULT_TENANT, never) for name in ("llama", "qwen", "poet")]
     assert found == [llama, qwen, llama]
 
 
 def test_a_request_without_a_model_goes_to_the_only_one_or_to_the_default() -> None:
-    llama, qwen = Service("llama"), Service("qwen")
+    llama: Any = Service("llama")
+    qwen: Any = Service("qwen")
     assert table_of(llama).service("", DEFAULT_TENANT, never) is llama
     assert table_of(llama, qwen, default_model="qwen").service("", DEFAULT_TENANT, never) is qwen
     with pytest.raises(InvalidRequest, match="llama, qwen; name one") as caught:
@@ -115,7 +117,7 @@ def canary(share: float, others: float = 9.0, table: ModelTable | None = None) -
 
 
 def drawn(table: ModelTable, num: int = 4000, tenant: Tenant = DEFAULT_TENANT) -> list[Any]:
-    return [table.service("llama", tenant, lambda number=number: f"session {number}") for number in range(num)]
+    return [table.service("llama", tenant, partial("session {}".format, number)) for number in range(num)]
 
 
 def test_a_canary_of_a_tenth_gets_a_tenth_of_the_sessions_and_a_session_stays() -> None:

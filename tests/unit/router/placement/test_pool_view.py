@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from baton.cluster import BlockCounts, Role, Worker, WorkerLoad, WorkerState
+from baton.cluster import BlockCounts, ModelState, Role, Worker, WorkerLoad, WorkerState
 from baton.costs import PRIOR
 from baton.messages import SequenceSpec
+from baton.tasks import cancel_and_wait
 from kvstore.index import BlockEvent, Mirror, Op
 from router.placement import Candidate, Job, Prompt, Turn, pool_view
-from router.placement.pool_view import ADAPTER_LOAD_S, LOADING_S, SUSPICION_S, PoolView
+from router.placement.pool_view import ADAPTER_LOAD_S, LEAVING_S, LOADING_S, SUSPICION_S, PoolView
 from tests.support import builders
 from tests.support.turns import counted_turns
 
@@ -370,6 +371,51 @@ async def test_waiting_ends_with_the_next_update_or_in_time() -> None:
     await pools.update([])
     async with asyncio.timeout(1):
         await waiting
+
+
+# -- sleep -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_model_without_workers_sleeps_wakes_or_is_down_as_its_controller_says() -> None:
+    pools, clock = view()
+    seen = [(pools.state, pools.sleeps)]
+    for is_asleep, num_desired in ((True, 0), (True, 2), (False, 2), (True, 0)):
+        pools.note_sleep(is_asleep=is_asleep, num_desired=num_desired, problem="no GPU", wake_s=4.0)
+        seen.append((pools.state, pools.sleeps))
+    assert seen == [
+        (ModelState.DOWN, False),
+        (ModelState.ASLEEP, True),
+        (ModelState.WAKING, True),
+        (ModelState.DOWN, False),
+        (ModelState.ASLEEP, True),
+    ]
+    assert (pools.sleep.problem, pools.sleep.wake_s) == ("no GPU", 4.0)
+    await pools.update([worker("p0", role=Role.PREFILL), worker("d0", state=WorkerState.STARTING)])
+    assert (pools.state, pools.sleeps) == (ModelState.ASLEEP, True)
+    await pools.update([ready := worker("d0")])
+    assert (pools.state, pools.sleeps) == (ModelState.READY, False), "its controller has not noticed yet"
+    pools.leaves(ready)
+    assert (pools.state, pools.sleeps) == (ModelState.ASLEEP, True), "its last worker leaves, and says so to routers"
+    clock.now += LEAVING_S
+    assert (pools.state, pools.sleeps) == (ModelState.READY, False)
+    await pools.update([worker("d0", state=WorkerState.DRAINING)])
+    assert (pools.state, pools.sleeps) == (ModelState.ASLEEP, True)
+
+
+async def test_waiting_ends_when_the_controller_announces_another_sleep() -> None:
+    pools, _ = view()
+    for num_desired, is_over in ((0, True), (0, False), (1, True)):
+        waiting = asyncio.create_task(pools.wait_for_change(30))
+        await asyncio.sleep(0)
+        pools.note_sleep(is_asleep=True, num_desired=num_desired, problem="")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert waiting.done() is is_over
+        await cancel_and_wait([waiting])
+
+
+# -- adoption ----------------------------------------------------------------------------------------------------------
 
 
 async def test_requests_are_placed_while_leases_are_adopted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from baton.messages import NewTokens
 from baton.sampling import FinishReason
 from baton.telemetry.instruments import Instruments
 from router.admission.account import LedgerEntry
+from router.admission.limits import Limits
 from router.admission.tenants import Tenant
 from router.prompt import Tokenizer
 from router.serve.choice import Choice, ChoiceGroup
 from router.timeline.usage_log import UsageBook, UsageFile
 from router.timeline.usage_marks import MemoryMarks
 from tests.support.builders import cluster_status
-from tests.unit.router.test_service import OneToken, Router
+from tests.unit.router.test_service import MODEL, OneToken, Router
 
 ACME = Tenant(id="acme", tokens_per_day=10**6)
 PROMPT = TokenIds((1, 2, 3))
@@ -77,10 +79,12 @@ def asked(**more: Any) -> GenerateRequest:
     return GenerateRequest(prompt=PROMPT, sampling=sampling, **more)
 
 
-async def read(router: Router, request: GenerateRequest, most: int = 1000) -> list[GenerateChunk]:
+async def read(
+    router: Router, request: GenerateRequest, most: int = 1000, tenant: Tenant = ACME
+) -> list[GenerateChunk]:
     """The chunks of an answer, of which so many are read."""
     found: list[GenerateChunk] = []
-    async with aclosing(router.service.generate(request, tenant=ACME)) as chunks:
+    async with aclosing(router.service.generate(request, tenant=tenant)) as chunks:
         async for chunk in chunks:
             found.append(chunk)
             if len(found) == most:
@@ -193,6 +197,19 @@ async def test_what_can_be_computed_is_reserved_and_headers_say_so(
     entry = LedgerEntry(tenant_id="acme", limits=(10**9, 10**9, 10**9))
     (answer,) = await router.ledger.book([entry])
     assert answer.num_reserved == 0
+
+
+async def test_a_request_is_charged_to_the_model_under_the_name_that_is_served(router: Router) -> None:
+    """Also if the client names none."""
+    limits = Limits(tokens_per_day=100, max_answer_tokens=8)
+    tenant = replace(ACME, model_limits=(("smollm2*", limits),))
+    for model in ("", MODEL):
+        await read(router, replace(asked(), model=model), tenant=tenant)
+    await router.accounts.flush()
+    (answer,) = await router.ledger.book([LedgerEntry(tenant_id="acme", model=MODEL, limits=limits.windows)])
+    assert answer.used[2] == 2 * (len(PROMPT.ids) + 8)
+    with pytest.raises(InvalidRequest, match="max_tokens must be at most 8 with this API key, got 9"):
+        await read(router, asked(sampling={"max_tokens": 9}), tenant=tenant)
 
 
 async def test_the_metric_of_a_tenants_tokens_has_what_was_computed(router: Router) -> None:

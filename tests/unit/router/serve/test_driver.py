@@ -55,7 +55,7 @@ from router.serve.choice import ChoiceGroup
 from router.serve.driver import ChoiceDriver
 from router.serve.machine import Instruction, KeepOldCall
 from router.serve.worker_client import WorkerCallError, WorkerClient, WorkerStream
-from router.timeline.events import Placed
+from router.timeline.events import Left, Placed
 from router.timeline.folds import Stage, choice_phases
 from tests.support.builders import READY
 from tests.support.waiting import until
@@ -384,6 +384,30 @@ async def test_every_attempt_has_the_budget_that_is_left_of_the_arrivals(monkeyp
         with pytest.raises(Overloaded, match=r"no first token within 100"):
             await collected(bench.tokens(record, claim=replace(claim, arrived_s=arrived_s)))
         assert record.timeline.retries == 2
+
+
+async def test_a_request_that_was_held_goes_on_though_the_gate_would_let_nobody_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was accepted before its model was awake; and then it waits for its first token as long as it takes."""
+    reserved, computed = asyncio.Event(), asyncio.Event()
+    workers = ScriptedWorkers(decode=[[reserved, ticket]], prefill=[[computed, FIRST_IS_LAST]])
+    async with bench_of(workers, PAIR, "disaggregated") as bench:
+        set_clock(monkeypatch, bench)
+        claim = replace(CLAIM, objective=replace(NO_OBJECTIVE, ttft_s=1.0))
+        for worker_id, role in PAIR.items():
+            await bench.lease(worker_id, role, replace(READY, queued_tokens=10**6))
+        record = new_choice()
+        answer = asyncio.create_task(collected(bench.tokens(record, claim=claim.released(bench.clock.monotonic()))))
+        await until(lambda: len(workers.requests) == 1)
+        bench.clock.ahead_s = 100.0
+        reserved.set()  # the driver looks at its deadlines
+        await until(lambda: len(workers.requests) == 2)
+        computed.set()
+        assert await answer == [5]
+        assert workers.requests[0].sequence.ttft_s == pytest.approx(1.0, abs=0.5), (
+            "workers compute it in the usual order"
+        )
 
 
 async def test_a_resumed_request_goes_on_though_the_gate_would_let_nobody_in() -> None:
@@ -1461,3 +1485,64 @@ async def test_a_preemption_that_comes_with_the_first_token_is_too_late(monkeypa
         await asyncio.sleep(0.05)
         goes_on.set()
         assert await rest == [6, 5]
+
+
+# -- a model that sleeps -----------------------------------------------------------------------------------------------
+
+
+async def test_requests_that_wait_for_a_model_without_workers_are_sent_when_its_pool_appears() -> None:
+    """They do not wait for the next request; see llm-d/GAIE#2117."""
+    workers = ScriptedWorkers(decode=[[LAST]] * 20)
+    async with bench_of(workers, {}, "auto") as bench:
+        bench.pools.note_sleep(is_asleep=True, num_desired=0, problem="")
+        answers = [asyncio.create_task(collected(bench.tokens(new_choice()))) for _ in range(20)]
+        await until(lambda: bench.num_wakes == 1)
+        bench.clock.ahead_s = 2.0
+        await bench.pools.update([])
+        await until(lambda: bench.num_wakes == 2)
+        assert workers.requests == []
+        bench.pools.note_sleep(is_asleep=True, num_desired=1, problem="")
+        await bench.lease("d0", Role.DECODE)
+        assert await asyncio.gather(*answers) == [[5]] * 20
+        assert bench.num_wakes == 2, "20 choices ask together"
+
+
+async def test_a_choice_whose_last_worker_falls_asleep_wakes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller decided just before the request arrived."""
+    workers = ScriptedWorkers(decode=[[WorkerDraining("d0 drains")], [LAST]])
+    async with bench_of(workers, {"d0": Role.DECODE}, "auto") as bench:
+        set_clock(monkeypatch, bench)
+        choice = new_choice()
+        answer = asyncio.create_task(collected(bench.tokens(choice)))
+        await until(lambda: any(isinstance(event, Left) for event in choice.timeline.events))
+        await bench.lease("d0", Role.DECODE, replace(READY, state=WorkerState.DRAINING))
+        assert bench.num_wakes == 0
+        bench.pools.note_sleep(is_asleep=True, num_desired=0, problem="")
+        await until(lambda: bench.num_wakes == 1)
+        bench.clock.ahead_s = 60.0  # far more than a worker is waited for
+        await bench.pools.update([])
+        await until(lambda: bench.num_wakes == 2)
+        await bench.lease("d0", Role.DECODE, epoch=2)
+        assert await answer == [5]
+
+
+@pytest.mark.parametrize(("is_asleep", "after_s"), [(True, 100.5), (False, 9.6)])
+async def test_a_choice_of_a_model_that_does_not_wake_is_given_up_in_time(
+    monkeypatch: pytest.MonkeyPatch, is_asleep: bool, after_s: float
+) -> None:
+    """In `router.wake_wait_s`, or in `router.worker_wait_s` after the sleep has ended."""
+    async with bench_of(ScriptedWorkers(), {}, "auto", wake_wait_s=100.0) as bench:
+        set_clock(monkeypatch, bench)
+        bench.pools.note_sleep(is_asleep=True, num_desired=0, problem="no node has a GPU")
+        answer = asyncio.create_task(collected(bench.tokens()))
+        await until(lambda: bench.num_wakes == 1)
+        for bench.clock.ahead_s in (4.0, 8.0):
+            await bench.pools.update([])
+            await asyncio.sleep(0.05)
+            assert not answer.done()
+        bench.pools.note_sleep(is_asleep=is_asleep, num_desired=0, problem="no node has a GPU")
+        bench.clock.ahead_s = after_s
+        await bench.pools.update([])
+        reason = "was not awake within 100 s: no node has a GPU" if is_asleep else "no worker became ready within 1 s"
+        with pytest.raises(NoWorker, match=reason):
+            await answer

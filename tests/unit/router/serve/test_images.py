@@ -164,9 +164,11 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def bench_of(*eyes: Eyes, mode: str = "auto", leased: bool = True) -> AsyncIterator[Bench]:
+async def bench_of(
+    *eyes: Eyes, mode: str = "auto", leased: bool = True, wake_wait_s: float = 300.0
+) -> AsyncIterator[Bench]:
     client = WorkerClient()
-    bench = Bench(client, RouterConfig(mode=mode, worker_wait_s=0.3))
+    bench = Bench(client, RouterConfig(mode=mode, worker_wait_s=0.3, wake_wait_s=wake_wait_s))
     try:
         for each in eyes:
             rpc = bench.servers[each.worker_id] = RpcServer(("baton.v1.WorkerCalls",))
@@ -332,6 +334,28 @@ async def test_a_worker_answers_about_images_as_long_as_a_requests_may_be_and_no
 async def test_a_worker_without_eyes_says_so() -> None:
     with pytest.raises(Unsupported, match="this worker takes no images"):
         await CallServicer().Look(wire.look_request([CAT], b"seed"), None)  # type: ignore[arg-type]
+
+
+async def test_images_of_a_model_that_sleeps_wait_until_it_is_awake() -> None:
+    """Longer than for a worker of a model that is awake."""
+    p, d = workers("p", "d")
+    async with bench_of(p, d, leased=False) as bench:
+        bench.pools.note_sleep(is_asleep=True, num_desired=0, problem="")
+        placeholder = asyncio.create_task(bench.looker.placeholder())
+        looked = asyncio.create_task(bench.look(CAT))
+        await asyncio.sleep(0.5)
+        assert not placeholder.done()
+        await bench.lease(p, d)
+        assert await placeholder == HOLE
+        await looked
+        assert p.looked == [(CAT,)]
+
+
+async def test_images_of_a_model_that_does_not_wake_are_refused_with_the_reason() -> None:
+    async with bench_of(*workers("p", "d"), leased=False, wake_wait_s=0.4) as bench:
+        bench.pools.note_sleep(is_asleep=True, num_desired=0, problem="")
+        with pytest.raises(NoWorker, match=r"was not awake within 0\.4 s: .* no controller is known"):
+            await bench.look(CAT)
 
 
 async def test_without_workers_that_see_a_request_is_refused_at_once_and_without_workers_after_a_while() -> None:

@@ -14,6 +14,7 @@ from router.timeline.events import (
     Attempted,
     ChoiceTimeline,
     Computed,
+    Held,
     KvTransferred,
     Placed,
     Refused,
@@ -86,6 +87,17 @@ def test_what_became_of_a_placement_shows() -> None:
     assert explanation.measured == PlacementSeconds(
         room_s=0.25, wait_s=0.5, pull_s=0.25, compute_s=0.125, exposed_s=0.0
     )
+
+
+def test_the_time_for_which_a_request_was_held_shows() -> None:
+    """It is a part of the queue."""
+    written = timeline(placed_choice())
+    written.add(Held(7.75, 0.75))
+    shown = timeline_of(written, "router", now_s=12.0)
+    (held,) = (event for event in shown.events if event.what == "held")
+    assert (held.at_s, held.text) == (0.75, "held for 0.750 s, until the model was awake")
+    assert shown.phases[0].stage == "queue"
+    assert shown.phases[0].end_s > 0.75
 
 
 def test_a_worker_that_does_both_reports_its_wait_for_room() -> None:
