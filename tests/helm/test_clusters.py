@@ -120,7 +120,7 @@ CLUSTERS = {
             "config": {"autoscale": DRY_RUN},
             "pools": {"prefill": {"minReplicas": 0, "keda": {"enabled": True, "serverAddress": "http://prometheus"}}},
         },
-        refused="pools.prefill.minReplicas must be at least 1",
+        refused="routers hold requests for an empty pool only if the model may sleep",
     ),
     "KEDA, of a Thanos that wants a token": Cluster(
         values={

@@ -260,6 +260,7 @@ def test_settings_that_the_schema_offers_are_taken(tmp_path: Path) -> None:
     config = dataclasses.replace(
         config,
         telemetry=dataclasses.replace(config.telemetry, host=default.telemetry.host, port=default.telemetry.port),
+        model=dataclasses.replace(config.model, release=default.model.release),
     )  # the chart's own
     for section in ("engine", "transfer", "autoscale", "telemetry", "model"):
         assert getattr(config, section) == getattr(default, section)

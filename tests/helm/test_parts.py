@@ -423,7 +423,8 @@ PAGE = CHART.parents[1] / "docs" / "kubernetes.md"
 
 
 def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [block for each, block in found if each == language]
 
 
 def test_the_commands_of_the_documentation_render(tmp_path: Path) -> None:

@@ -270,3 +270,35 @@ def test_kubernetes_refuses_a_pool_that_cannot_be(commands: Commands) -> None:
     for wrong, why in REFUSED_POOLS.items():
         with pytest.raises(CommandFailed, match=why):
             commands.kubectl("patch", "servingpool", "baton-decode", "--type=merge", f'--patch={{"spec": {wrong}}}')
+
+
+def test_releases_with_models_join_and_leave_one_with_routers(api: RunningApi, commands: Commands) -> None:
+    """In its namespace and in another one. Whoever leaves takes nothing of the others."""
+    install(commands, "parts.model=false")
+    joined = ("parts.door=false", "door.release=baton")
+    away = (
+        *("door.namespace=serving", "clusterSecret.existingSecret=baton-cluster"),
+        "redis.passwords.existingSecret=baton-redis",
+    )
+    for name, namespace, sets in (("qwen", NAMESPACE, joined), ("llama", "team", (*joined, *away))):
+        flags = [flag for item in sets for flag in ("--set", item)]
+        commands.helm("install", name, CHART, "--namespace", namespace, "--create-namespace", "--no-hooks", *flags)
+
+    def names(resource: Resource) -> set[tuple[str, str]]:
+        found = [each["metadata"] for each in api.store.objects(resource)]
+        return {(each["namespace"], each["name"]) for each in found}
+
+    pools = {("serving", "qwen-baton-prefill"), ("serving", "qwen-baton-decode")}
+    others = {("team", "llama-baton-prefill"), ("team", "llama-baton-decode")}
+    assert names(POOLS) == pools | others
+    table = commands.kubectl("get", "servingpools", "-n", "team")
+    assert "MODEL" in table
+    assert "smollm2-135m-instruct" in table
+    with client_of(account(commands, api, "qwen-baton-controller")) as client:
+        set_nodes(client, "qwen-baton-decode", 2)
+        with pytest.raises(ApiError, match="orbidden"):
+            client.get(ServingPool, "llama-baton-decode", namespace="team")
+    commands.helm("uninstall", "qwen", "--no-hooks", "--namespace", NAMESPACE)
+    assert names(POOLS) == others
+    assert ("serving", "baton-router") in names(DEPLOYMENTS)
+    assert ("serving", "baton-redis") in names(DEPLOYMENTS)

@@ -102,7 +102,11 @@ def test_a_gateway_asks_the_routers_picker(tmp_path: Path) -> None:
     assert port["port"] == pool["endpointPickerRef"]["port"]["number"] == config.router.picker_port
     assert {"name": port["targetPort"], "containerPort": config.router.picker_port} in pod.serving[-1]["ports"]
     assert pool["endpointPickerRef"]["failureMode"] == "FailOpen"
-    assert not schemas.errors(the(objects, "InferencePool", "baton"), "1.33")
+    (http,), (grpc,) = (of_kind(objects, f"{kind}Route") for kind in ("HTTP", "GRPC"))
+    backend = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "baton"}
+    assert http["spec"]["rules"][0]["backendRefs"] == [backend]
+    assert grpc["spec"]["rules"][0]["backendRefs"] == [{"name": "baton", "port": config.cluster.grpc_port}]
+    assert not [error for each in objects for error in schemas.errors(each, "1.33")]
 
 
 def test_the_picker_is_for_those_who_may_send_requests() -> None:
