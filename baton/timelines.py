@@ -80,6 +80,10 @@ class RequestSummary:
     prefill_worker: str = ""
     decode_worker: str = ""
     retries: int = 0
+    model: str = ""
+    """Name of the model or adapter that the client requested; empty: it is not known."""
+    release: str = ""
+    """Release that served it; empty: the request was refused before one was chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,12 +100,17 @@ class Histogram:
         counts[bisect_left(self.bounds, value)] += times
         self._sums[key] += value * times
 
-    def totals(self, labels: Mapping[str, str] = NO_LABELS) -> dict[str, int]:
-        """Return the number of values per bucket, over all rows with these labels, by upper bound as shown."""
-        names = [*map(str, self.bounds), "+Inf"]
-        rows = [counts for key, counts in self._counts.items() if labels.items() <= key]
-        sums = [sum(counts) for counts in zip(*rows, strict=True)] or [0] * len(names)
-        return dict(zip(names, sums, strict=True))
+    def totals(self, *names: str) -> dict[tuple[str, ...], dict[str, int]]:
+        """Return the sums of the rows that have the same values of these labels, by those values: the number of values
+        per bucket, by upper bound as shown.
+        """
+        sums: dict[tuple[str, ...], list[int]] = {}
+        for labels, counts in self._counts.items():
+            given = dict(labels)
+            key = tuple(given.get(name, "") for name in names)
+            sums[key] = [a + b for a, b in zip(sums[key], counts, strict=True)] if key in sums else counts
+        bounds = [*map(str, self.bounds), "+Inf"]
+        return {key: dict(zip(bounds, counts, strict=True)) for key, counts in sums.items()}
 
     def collect(self) -> Iterable[Metric]:
         names = [*map(str, self.bounds), "+Inf"]

@@ -268,11 +268,14 @@ class ListRequestsRequest(_message.Message):
     SLO_CLASS_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """Filters; empty: any tenant, class or outcome."""
     slo_class: _builtins.str
     limit: _builtins.int
     """Maximum number of requests to return, at most 1000. 0: 50."""
+    model: _builtins.str
+    """Name or release of the model; empty: any model."""
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -282,10 +285,11 @@ class ListRequestsRequest(_message.Message):
         slo_class: _builtins.str = ...,
         outcomes: _abc.Iterable[_builtins.str] | None = ...,
         limit: _builtins.int = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "outcomes", b"outcomes", "slo_class", b"slo_class", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "model", b"model", "outcomes", b"outcomes", "slo_class", b"slo_class", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -356,6 +360,8 @@ class RequestSummary(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     RETRIES_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     router: _builtins.str
     tenant: _builtins.str
@@ -391,6 +397,10 @@ class RequestSummary(_message.Message):
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
     retries: _builtins.int
+    model: _builtins.str
+    """Name of the model or adapter that the client requested; empty: it is not known."""
+    release: _builtins.str
+    """Release that served it; empty: the request was refused before one was chosen."""
     @_builtins.property
     def stages(self) -> Global___StageSeconds: ...
     def __init__(
@@ -422,10 +432,12 @@ class RequestSummary(_message.Message):
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
         retries: _builtins.int = ...,
+        model: _builtins.str = ...,
+        release: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "_ttft_s", b"_ttft_s", "itl_s", b"itl_s", "stages", b"stages", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "_ttft_s", b"_ttft_s", "arrived_s", b"arrived_s", "blamed_stage", b"blamed_stage", "decode_worker", b"decode_worker", "e2e_objective_s", b"e2e_objective_s", "error", b"error", "is_streamed", b"is_streamed", "itl_objective_s", b"itl_objective_s", "itl_s", b"itl_s", "mode", b"mode", "num_cached_tokens", b"num_cached_tokens", "num_choices", b"num_choices", "num_prompt_tokens", b"num_prompt_tokens", "num_tokens", b"num_tokens", "operation", b"operation", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "priority", b"priority", "request_id", b"request_id", "retries", b"retries", "router", b"router", "slo_class", b"slo_class", "stages", b"stages", "tenant", b"tenant", "total_s", b"total_s", "ttft_objective_s", b"ttft_objective_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "_ttft_s", b"_ttft_s", "arrived_s", b"arrived_s", "blamed_stage", b"blamed_stage", "decode_worker", b"decode_worker", "e2e_objective_s", b"e2e_objective_s", "error", b"error", "is_streamed", b"is_streamed", "itl_objective_s", b"itl_objective_s", "itl_s", b"itl_s", "mode", b"mode", "model", b"model", "num_cached_tokens", b"num_cached_tokens", "num_choices", b"num_choices", "num_prompt_tokens", b"num_prompt_tokens", "num_tokens", b"num_tokens", "operation", b"operation", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "priority", b"priority", "release", b"release", "request_id", b"request_id", "retries", b"retries", "router", b"router", "slo_class", b"slo_class", "stages", b"stages", "tenant", b"tenant", "total_s", b"total_s", "ttft_objective_s", b"ttft_objective_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__itl_s: _TypeAlias = _typing.Literal["itl_s"]  # noqa: Y015
     _WhichOneofArgType__itl_s: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s"]  # noqa: Y015

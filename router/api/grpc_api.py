@@ -238,6 +238,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             tenant=request.tenant,
             slo_class=request.slo_class,
             outcomes=tuple(request.outcomes),
+            model=request.model,
             limit=request.limit or DEFAULT_LIMIT,
         )
         return wire.requests_response(self._requests.listed(wanted))

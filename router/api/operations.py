@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import JSONResponse
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from pydantic import BaseModel, ConfigDict, Field
@@ -245,13 +245,16 @@ def _add_views(app: FastAPI, operations: Operations, tenants: TenantBook, is_rea
 
     @app.get("/api/history", responses=answers(HISTORY))
     async def history(
-        request: Request, since: Annotated[int, Query(description="Number of the first slot to return.")] = 0
+        request: Request,
+        since: Annotated[int, Query(description="Number of the first slot to return.")] = 0,
+        model: Annotated[str, Query(description="Name, release or content id of the model; empty: all models.")] = "",
     ) -> JSONResponse:
         """Return the counts of all routers over the last hour, in slots of ten seconds."""
+        releases = {each.announcement.release for each in operations.models.named(model)} if model else ()
         async with at_a_reports_turn(request):
             slots = [
                 {"slot": number, "num_routers": slot.num_routers, "counts": slot.counts}
-                for number, slot in operations.history.slots(since).items()
+                for number, slot in operations.history.slots(since, releases).items()
             ]
             shown = {"now_s": time.time(), "slot_s": SLOT_S, "bounds": operations.history.bounds, "slots": slots}
             return JsonAnswer(shown, headers=NO_STORE)
@@ -343,19 +346,22 @@ def _objectives(slo: SloClassConfig) -> dict[str, Any]:
     return {name: ms / 1e3 if math.isfinite(ms) else None for name, ms in found.items()}
 
 
+def _wanted(
+    tenant: _Tenant = "",
+    slo_class: Annotated[str, Query(description="SLO class of the requests; empty: all classes.")] = "",
+    outcome: Annotated[tuple[str, ...], _OUTCOMES] = (),
+    model: Annotated[str, Query(description="Name or release of the model; empty: all models.")] = "",
+    limit: Annotated[int, Query(json_schema_extra={"minimum": 1, "maximum": MAX_LIMIT})] = DEFAULT_LIMIT,
+) -> RequestFilter:
+    return RequestFilter(tenant=tenant, slo_class=slo_class, outcomes=outcome, model=model, limit=limit)
+
+
 def add_requests(app: FastAPI, models: ModelTable) -> None:
     """Add the list of requests and the timeline of one."""
 
     @app.get(PATH, responses=answers(REQUESTS))
-    async def requests(
-        request: Request,
-        tenant: _Tenant = "",
-        slo_class: Annotated[str, Query(description="SLO class of the requests; empty: all classes.")] = "",
-        outcome: Annotated[tuple[str, ...], _OUTCOMES] = (),
-        limit: Annotated[int, Query(json_schema_extra={"minimum": 1, "maximum": MAX_LIMIT})] = DEFAULT_LIMIT,
-    ) -> JsonAnswer:
+    async def requests(request: Request, wanted: Annotated[RequestFilter, Depends(_wanted)]) -> JsonAnswer:
         """Return the latest requests of a router, without their content."""
-        wanted = RequestFilter(tenant=tenant, slo_class=slo_class, outcomes=outcome, limit=limit)
         async with at_a_reports_turn(request):
             return JsonAnswer(list_json(models.requests.listed(wanted)), headers=FRESH)
 

@@ -258,8 +258,10 @@ def _of_model(model: ServedModel, prefix: str) -> Iterator[Condition]:
 
 def _of_workers(seen: RouterView) -> Iterator[Condition]:
     most_kv = _above("BatonKVCacheFull")
+    models = seen.status.models
+    prefixes = {model.content_id: f"{model.release}/" for model in models} if len(models) > 1 else {}
     for worker in seen.status.workers:
-        label, load = _label(worker), worker.load
+        label, load = prefixes.get(worker.info.content_id, "") + _label(worker), worker.load
         if load.self_check != "ok":
             yield "BatonSelfCheckFails", label, f"The integrity check of {label} fails: {load.self_check}"
         if load.state is WorkerState.DRAINING:

@@ -136,6 +136,7 @@ class ModelEntry:
             instruments=front.instruments,
             waker=waker,
             keys=keys,
+            labels={"model": model.facts.id, "release": model.release},
         )
         service = RouterService(
             model,

@@ -22,7 +22,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 
 from baton.cluster import Worker
@@ -32,6 +32,7 @@ from baton.messages import Fetched, NewTokens, PrefillReport, SequenceSpec, Tick
 from baton.scores import NO_SCORES
 from baton.tasks import Flag
 from baton.telemetry.instruments import Instruments
+from baton.telemetry.prometheus import NO_LABELS
 from baton.trust import KeyFile
 from router.admission import TTFT_DEADLINE_FACTOR, AnswerHistory, Gate, QueueEntry
 from router.placement import Job, Mode, Placement, Prediction, Prompt
@@ -82,7 +83,11 @@ LONG_S = 5.0
 
 
 class ChoiceDriver:
-    """Serves choices on the workers for one router."""
+    """Serves the choices of one model on its workers, for one router.
+
+    Args:
+        labels: labels of the model in metrics.
+    """
 
     def __init__(
         self,
@@ -94,7 +99,9 @@ class ChoiceDriver:
         instruments: Instruments,
         waker: Waker,
         keys: KeyFile | None = None,
+        labels: Mapping[str, str] = NO_LABELS,
     ) -> None:
+        self._labels = labels
         self._pools = pools
         self._waker = waker
         self._client = client
@@ -518,8 +525,8 @@ class ChoiceDriver:
         decode_worker = run.assignment.placement.decode_worker
         run.choice.timeline.add(happened.KvTransferred(time.monotonic(), run.spec.attempt, decode_worker, report))
         self._selector.prices.transferred(ticket.num_tokens - ticket.skip_tokens, report.exposed_s)
-        self._instruments.transfer_duration.record(report.transfer_s)
-        self._instruments.transfer_bytes.add(report.num_bytes)
+        self._instruments.transfer_duration.record(report.transfer_s, self._labels)
+        self._instruments.transfer_bytes.add(report.num_bytes, self._labels)
 
     # -- what has gone wrong -------------------------------------------------------------------------------------------
 
@@ -542,7 +549,7 @@ class ChoiceDriver:
             self._pools.suspect(worker)
         if not is_last:
             choice.timeline.retries += 1
-            self._instruments.retries.add(1, {"error": type(error).__name__})
+            self._instruments.retries.add(1, {**self._labels, "error": type(error).__name__})
             logger.warning("%s is placed again after %d tokens: %s", spec.sequence_id, num_emitted, error)
 
     # -- placement -----------------------------------------------------------------------------------------------------

@@ -54,6 +54,8 @@ def summary_of(timeline: Timeline, router: str, now_s: float) -> RequestSummary:
         request_id=timeline.request_id,
         router=router,
         tenant=timeline.tenant,
+        model=timeline.model,
+        release=timeline.release,
         slo_class=claim.slo_class if claim is not None else "",
         priority=claim.priority if claim is not None else 0,
         operation=timeline.operation,

@@ -243,6 +243,8 @@ class RequestFilter:
     tenant: str = ""
     slo_class: str = ""
     outcomes: Collection[str] = ()
+    model: str = ""
+    """Name or release of the model."""
     limit: int = DEFAULT_LIMIT
 
     def __post_init__(self) -> None:
@@ -255,6 +257,8 @@ class RequestFilter:
     def passes(self, timeline: Timeline) -> bool:
         """Return whether a request matches the filter."""
         if self.tenant and timeline.tenant != self.tenant:
+            return False
+        if self.model and self.model not in (timeline.model, timeline.release):
             return False
         if self.slo_class and (timeline.claim is None or timeline.claim.slo_class != self.slo_class):
             return False

@@ -193,6 +193,16 @@ async def test_the_history_comes_from_a_slot_on(tmp_path: Path) -> None:
     assert (await endpoint.ask("GET", "/api/history?since=x")).status_code == 400
 
 
+async def test_the_history_is_that_of_one_model_by_any_of_its_names(tmp_path: Path) -> None:
+    endpoint = Endpoint(tmp_path)
+    for release, number in (("tiny-1", 2), ("other-1", 3)):
+        endpoint.metrics.requests_slo.add(number, {"slo_class": "default", "outcome": "met", "release": release})
+    for query, number in (("", 5), ("?model=tiny", 2), ("?model=tiny-1", 2), ("?model=content&since=100", 2)):
+        (slot,) = (await endpoint.ask("GET", f"/api/history{query}")).json()["slots"]
+        assert slot["counts"] == {"requests/met/default": number}, query
+    assert (await endpoint.ask("GET", "/api/history?model=other-1")).status_code == 404, "it is not served"
+
+
 async def test_a_worker_without_a_log_is_named(tmp_path: Path) -> None:
     endpoint = Endpoint(tmp_path)
     assert (await endpoint.ask("GET", "/api/workers/w0/log")).json() == {"worker": "w0", "lines": ["w0 joins"]}
@@ -290,7 +300,10 @@ async def test_the_document_describes_all_that_operators_ask(tmp_path: Path) -> 
         whole["paths"]["/api/requests"]["get"]["parameters"] + whole["paths"]["/api/pools/{pool}"]["post"]["parameters"]
     )
     places = [(each["name"], each["in"]) for each in asked]
-    assert places == [*((name, "query") for name in ("tenant", "slo_class", "outcome", "limit")), ("pool", "path")]
+    assert places == [
+        *((name, "query") for name in ("tenant", "slo_class", "outcome", "model", "limit")),
+        ("pool", "path"),
+    ]
     for path in ("/api/status", "/api/history", "/version"):
         check_described(path, (await endpoint.ask("GET", path)).json())
     check_described("/api/workers/{worker_id}/log", (await endpoint.ask("GET", "/api/workers/w0/log")).json())

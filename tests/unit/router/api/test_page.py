@@ -206,8 +206,8 @@ def test_quantiles_are_those_of_prometheus_and_of_the_terminal() -> None:
         const found = [0.04, 0.5, 0.98, 1].map((q) => f.quantile(q, given.counts, "ttft", { ttft: given.bounds }));
         return [found, found.map(f.latencyText), f.quantile(0.5, {}, "ttft", {})];
     """
-    found, texts, none = figures(code, {"counts": counted(metrics), "bounds": bounds})
-    ends, total, cumulative = metrics.time_to_first_token.totals(), 0, {}
+    found, texts, none = figures(code, {"counts": counted(metrics)[""], "bounds": bounds})
+    ends, total, cumulative = metrics.time_to_first_token.totals()[()], 0, {}
     for bound, count in ends.items():
         total += count
         cumulative[float(bound)] = float(total)
@@ -232,7 +232,7 @@ def test_first_tokens_of_long_prompts_do_not_hide_those_of_short_ones() -> None:
         const at = { nowS: given.now_s, slotS: given.slot_s, spanS: 300, bounds: given.bounds };
         return ["", "256", "+Inf"].map((prompts) => f.overview(slots, { ...at, prompts }));
     """
-    whole, short, long = figures(code, answer((999, counted(metrics))) | {"bounds": bounds})
+    whole, short, long = figures(code, answer((999, counted(metrics)[""])) | {"bounds": bounds})
     assert [(each["id"], each["name"], each["count"]) for each in whole["lengths"]] == [
         ("256", "up to 256", 3),
         ("1024", "257 to 1,024", 0),

@@ -19,6 +19,7 @@ from baton.cluster import (
     PoolStatus,
     PoolTrouble,
     RouterInfo,
+    ServedModel,
     StoreMemory,
     WorkerLoad,
     WorkerState,
@@ -204,6 +205,18 @@ def test_conditions_name_what_they_are_about_and_the_worst_come_first() -> None:
         ("BatonKVCacheFull", "w7 (decode)"),
     ]
     assert conditions(seen)[3][2] == "10.0% of the requests of class batch are refused"
+
+
+def test_workers_of_one_id_are_told_apart_by_their_release() -> None:
+    models = tuple(
+        ServedModel(id="m", path="/m", content_id=content, release=f"m-{content}", controller=CONTROLLER)
+        for content in "ab"
+    )
+    workers = [worker("w0", load=load(self_check="fails"), content_id=content) for content in "ab"]
+    assert raised(sight(workers=workers, models=models)) == [
+        ("BatonSelfCheckFails", "m-a/w0 (decode)"),
+        ("BatonSelfCheckFails", "m-b/w0 (decode)"),
+    ]
 
 
 class Clock:

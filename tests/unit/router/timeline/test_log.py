@@ -202,6 +202,11 @@ async def test_requests_are_listed_the_latest_first_and_filtered(router: Router)
     assert ids(outcomes=("invalid",)) == ["bad"]
     assert ids(slo_class="default") == ["r2", "r1", "r0"], "what is not valid is in no class"
     assert ids(slo_class="interactive") == []
+    summaries = router.front.requests.listed(RequestFilter()).requests
+    ((name, release),) = {(each.model, each.release) for each in summaries}
+    assert name != release
+    assert ids(model=name) == ids(model=release) == ids()
+    assert ids(model="another") == []
     assert router.front.requests.listed(RequestFilter(limit=1)).num_kept == 4
 
 
