@@ -567,7 +567,7 @@ class ChoiceDriver:
         if run.place_by_s == math.inf:
             self._start_attempt(run, is_move=prepared is not None)
         now_s = time.monotonic()
-        if prepared is None:
+        if prepared is None and self._pools.sleeps:
             run.place_by_s = self._waker.wait_until_s(run.began_s, run.place_by_s)
         if run.waits_for_change:
             if now_s < run.place_by_s:

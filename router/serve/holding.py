@@ -43,9 +43,9 @@ class Release(NamedTuple):
     """A held request that may go on."""
 
     slot: AbstractContextManager[object]
-    """Context manager that holds its slots of the limiter, and frees them."""
+    """Slots of the limiter, as a context manager that frees them."""
     claim: Claim
-    """Claim of the request from now on."""
+    """The claim of the request from now on."""
     event: Held
 
 
@@ -60,7 +60,7 @@ class _Waiting:
     claim: Claim
     num_bytes: int
     slot: ExitStack | None = None
-    """Slots of the request; None: it is held."""
+    """Slots of the limiter; None: the request is held."""
     error: BatonError | None = None
     """Why it is held no longer; None: it is held, or has its slots."""
     is_over: Flag
@@ -169,7 +169,7 @@ class Holding:
             InvalidRequest: see `Limiter.slot`.
         """
         self._held.limiter.check(num_choices)
-        self._waker.ask()  # even if the request cannot be held, because the client is asked to retry
+        self._waker.ask()  # also for a request that cannot be held, because its client comes back
         tenant_id, began_s = claim.tenant.id, self._clock()
         if not self._held.has_place(tenant_id, num_bytes):
             raise ModelWaking(

@@ -270,7 +270,8 @@ class ImageLooker:
         Raises:
             NoWorker: the time has passed.
         """
-        until_s = self._waker.wait_until_s(began_s, until_s)
+        if self._pools.sleeps:
+            until_s = self._waker.wait_until_s(began_s, until_s)
         if (left_s := until_s - time.monotonic()) <= 0:
             if self._pools.sleeps:
                 raise self._waker.why_asleep()

@@ -95,7 +95,7 @@ class Waker:
             self._reported.clear()
 
     def wait_until_s(self, began_s: float, until_s: float) -> float:
-        """Return the time until which a request waits for a worker. If the model sleeps, ask to wake it.
+        """Return the time until which a request waits for a worker of a model that sleeps, and ask to wake the model.
 
         A request waits for `router.wake_wait_s` at most while the model sleeps or wakes, and for `router.worker_wait_s`
         after that.
@@ -104,8 +104,6 @@ class Waker:
             began_s: start of its wait.
             until_s: the latest result for it, or at first `began_s + router.worker_wait_s`.
         """
-        if not self._pools.sleeps:
-            return until_s
         self.ask()
         return max(until_s, min(began_s + self._config.wake_wait_s, self._clock() + self._config.worker_wait_s))
 
