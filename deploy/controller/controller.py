@@ -321,7 +321,7 @@ class Controller:
         return self._copy.read(digest)
 
     def refuse_to_wake(self, reason: str) -> None:
-        """Announce the reason why a wake-up cannot begin; empty: it can."""
+        """Announce the reason why a wake-up cannot begin, until the model is awake or another wake-up can."""
         self._wake_refusal = reason
         self._announce_problem()
 

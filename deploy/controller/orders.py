@@ -155,7 +155,6 @@ class Orders:
             except BatonError as error:
                 controller.refuse_to_wake(str(error))
                 raise
-            controller.refuse_to_wake("")
             controller.record(resized(controller.state, sizes, time.time()))
             logger.info("the model wakes, with %s", ", ".join(f"{size} {role}" for role, size in sizes.items()))
             controller.step()

@@ -95,7 +95,7 @@ class ManagedWorker:
     num_failures: int = 0
     """Consecutive failures to start."""
     failure: str = ""
-    """Error of the last failure; empty: it has started since."""
+    """Error of its last failure; empty: there was none."""
     pid: int = 0
     address: str = ""
     incarnation: str = ""
@@ -323,7 +323,7 @@ class WorkerLives:
         how = "is ready" if worker.orphan_since_s is None else "is adopted by a new Ray actor"
         worker.orphan_since_s = None
         if worker.phase is WorkerPhase.STARTING:
-            worker.phase, worker.failure = WorkerPhase.READY, ""
+            worker.phase = WorkerPhase.READY
             worker.since_s = worker.leased_s = time.monotonic()
         logger.info("%s %s, pid %d, at %s", worker, how, worker.pid, worker.address)
         await self._notify()

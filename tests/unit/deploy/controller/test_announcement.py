@@ -32,6 +32,7 @@ from baton.v1 import worker_pb2_grpc
 from deploy.controller import claim as claim_module
 from deploy.controller.announcement import chosen_files
 from deploy.controller.claim import Claim
+from deploy.controller.state import ControllerState
 from kvstore.index import MemoryStore
 from kvstore.leases import MemoryLeases
 from tests.integration.cluster import free_port
@@ -82,6 +83,16 @@ async def test_a_model_of_workers_that_provide_no_files_is_not_announced(tmp_pat
         assert not it.store.models
 
 
+async def test_a_digest_is_announced_as_soon_as_it_is_known(tmp_path: Path) -> None:
+    """Not only when the announcement is due again."""
+    config = replace(CONFIG, index=replace(CONFIG.index, lease_s=600.0, renew_s=100.0, poll_s=100.0))
+    it = Bench(tmp_path, config, {Role.PREFILL: 0, Role.DECODE: 1}, False, lease_s=600.0)
+    async with providing(it), running(it):
+        await until(lambda: num_ready(it) == 1 and bool(it.store.leases))
+        it.controller.record(it.controller.state)
+        await until(lambda: bool(it.store.models))
+
+
 def reporting(worker_id: str, files: str, state: WorkerState = WorkerState.READY, epoch: int = 1) -> Worker:
     return worker(worker_id, load=replace(READY, state=state), files=files, epoch=epoch)
 
@@ -101,7 +112,8 @@ def test_while_workers_are_replaced_the_digest_of_most_of_them_is_announced() ->
 
 async def test_routers_read_the_copy_and_it_follows_the_workers(tmp_path: Path) -> None:
     """A worker that sends something else costs nothing."""
-    async with bench(tmp_path) as it:
+    state = ControllerState(desired={Role.PREFILL: 0, Role.DECODE: 1}, files="f" * 64, created_s=7)
+    async with bench(tmp_path, state=state) as it:
         rpc = RpcServer(("baton.v1.ModelFiles",))
         worker_pb2_grpc.add_ModelFilesServicer_to_server(ModelFilesServicer(it.controller.read_files), rpc.server)
         port = rpc.bind("127.0.0.1", 0)
@@ -112,6 +124,7 @@ async def test_routers_read_the_copy_and_it_follows_the_workers(tmp_path: Path) 
         other = ServingFiles({"config.json": b"{}", "tokenizer.json": b"[]"})
         it.info["files"] = other.digest
         await until(lambda: announced(it).files == other.digest)
+        assert announced(it).created_s == 7
         assert not it.controller.has_copy, "its workers still provide the old files"
         with pytest.raises(Conflict):
             await read_model_files(source, other.digest, link=nobody)

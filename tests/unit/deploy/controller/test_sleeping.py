@@ -181,6 +181,7 @@ async def test_a_request_that_arrives_while_the_model_falls_asleep_wakes_it(tmp_
         await asyncio.sleep(0.05)
         may_write.set()
         await asyncio.gather(sleeping, waking)
+        await orders.wake()
         assert writes == [ASLEEP, {P: 0, D: 1}]
         await until(lambda: num_ready(it) == 1 and not announced(it).is_asleep)
 
@@ -325,6 +326,8 @@ def test_a_model_wakes_with_one_worker_of_each_pool_that_it_had() -> None:
     assert sleeping(replace(SLEEPY, router=RouterConfig(mode="aggregated")), {P: 1, D: 1}) == {P: 0, D: 1}
     fixed = replace(SLEEPY, autoscale=replace(MAY_SLEEP, max_workers=0))
     assert sleeping(fixed, {P: 2, D: 3}) == {P: 2, D: 3}, "without a limit the autoscaler adds no worker"
+    off = replace(SLEEPY, autoscale=AutoscaleConfig(max_workers=4))
+    assert sleeping(off, {P: 2, D: 3}) == {P: 2, D: 3}, "nor does one that is off"
 
 
 def seen(role: Role, phase: WorkerPhase = WorkerPhase.READY, **values: Any) -> ObservedWorker:
@@ -355,7 +358,8 @@ def test_of_two_pools_the_problem_names_what_keeps_each() -> None:
     assert wake_problem(waking, [waits, replace(waits, id="w"), down], {"worker-decode": "it died"}, "") == (
         "worker-decode (decode) does not start: it died; no node has room for 2 prefill workers"
     )
-    assert wake_problem(waking, [waits, seen(D)], {}, "old") == "no node has room for 1 prefill worker"
+    retiring = replace(waits, id="leaves", is_retiring=True)
+    assert wake_problem(waking, [waits, retiring, seen(D)], {}, "old") == "no node has room for 1 prefill worker"
     assert wake_problem(fallen_asleep(STATE), [], {}, "refused") == "refused"
     assert wake_problem(STATE, [down], {"worker-decode": "it died"}, "refused") == ""
 
