@@ -488,6 +488,8 @@ def test_a_router_needs_what_baton_run_asks_for(tmp_path: Path) -> None:
     )
     found = states(DoctorPart.ROUTER, config)
     assert (found["cache secret"], found["address"]) == ("ok", "ok")
+    announced = replace(config, router=replace(config.router, own_model=False))
+    assert found.keys() - states(DoctorPart.ROUTER, announced).keys() == {"model"}, "it serves those of others"
 
 
 def test_a_controller_needs_a_name_a_state_file_and_the_api_server(tmp_path: Path) -> None:
