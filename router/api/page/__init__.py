@@ -5,6 +5,8 @@
     figures.js            computes the displayed figures from responses of /api: pure, tested without a browser
     draw.js               elements, charts and dialogs
     overview.js, requests.js, workers.js, playground.js, reference.js    the views
+    models.js             the models and their states, a part of the overview
+    asking.js, orders.js  calls of the router, and orders of operators
     app.js                polls the router every two seconds and redraws the open view
     uPlot.*               charts, by Leon Sorokin (MIT, uPlot.LICENSE), version 1.6.32 from npm
 

@@ -1,29 +1,35 @@
 // The page itself: polls the router every two seconds, keeps its responses, and redraws the open view.
 
 import { Refused, ask, keep, key } from "./asking.js";
-import { byId, h, say } from "./draw.js";
-import { health, parts, remember } from "./figures.js";
+import { byId, h, keyed, say } from "./draw.js";
+import { health, modelNames, ofModel, parts, remember } from "./figures.js";
 import { Overview } from "./overview.js";
 import { Playground } from "./playground.js";
 import { Reference } from "./reference.js";
 import { Requests } from "./requests.js";
 import { Workers } from "./workers.js";
 
-const EVERY_MS = 2000, LOST_AFTER_MS = 7000;
+const EVERY_MS = 2000, LOST_AFTER_MS = 7000, CHOSEN = "baton-model";
 
 const state = {
-  status: null, // the latest response of /api/status
-  before: null, // the previous one
+  whole: null, // the latest response of /api/status
+  wholeBefore: null, // the previous one
+  chosen: sessionStorage.getItem(CHOSEN) || "", // the release of the shown model; empty: all models
+  choose,
+  status: null, // the part of the latest response that concerns the shown model
+  before: null, // the same part of the previous one
+  models: [], // all models
   slots: new Map(), // the last hour, by slot
   slotS: 10,
   bounds: {},
   nowS: 0, // the router's clock at the latest response
   spanS: 300, // the displayed time span
-  model: null, // from /v1/models
+  cards: [], // of the models that the user may request, from /v1/models
   loads: new Map(), // router -> its latest load
   hasOrders: false, // the user may drain, change roles and scale
 };
 const views = { overview: new Overview(), requests: new Requests(), workers: new Workers(), playground: new Playground(), api: new Reference() };
+let cardsOf = null; // the models for which the cards were asked
 let open = null, lastAnswerMs = null, reason = "", refusedStatus = 0;
 
 function show() {
@@ -44,16 +50,36 @@ function show() {
   draw();
 }
 
+// Shows one model, or all of them.
+function choose(release) {
+  if (release === state.chosen) return;
+  state.chosen = release;
+  if (release) sessionStorage.setItem(CHOSEN, release);
+  else sessionStorage.removeItem(CHOSEN);
+  state.slots = new Map();
+  narrow();
+  draw();
+  again();
+}
+
+function narrow() {
+  const of = (whole) => whole && ofModel(whole, state.chosen);
+  Object.assign(state, { status: of(state.whole), before: of(state.wholeBefore), models: state.whole?.models || [] });
+}
+
 function draw() {
   showHead();
   open?.update(state);
 }
 
 function showHead() {
-  const { status } = state;
-  byId("model").hidden = !status?.models.length;
+  const { status } = state, names = modelNames(state.models), isSeveral = names.length > 1, select = byId("models");
+  byId("model").hidden = isSeveral || !names.length;
+  say(byId("model"), names[0]?.name || "");
+  select.hidden = !isSeveral;
+  keyed(select, [{ release: "", name: `all ${names.length} models` }, ...names], (each) => each.release, ({ release }) => h("option", { value: release }), (option, { name }) => say(option, name));
+  if (select.value !== state.chosen) select.value = state.chosen;
   if (status) {
-    say(byId("model"), status.models.map((model) => model.id).join(", "));
     const found = health(parts(status), status.alerts);
     const pill = byId("health");
     pill.hidden = false;
@@ -81,21 +107,32 @@ function showAge() {
   const at = lastAnswerMs === null ? "" : new Date(lastAnswerMs).toLocaleTimeString();
   say(byId("lost"), isLost ? `The router does not answer (${reason || "no response yet"}). ${at && `The data is from ${at}.`}` : "");
   byId("lost").hidden = !isLost;
-  document.title = isLost ? "Baton: connection lost" : `Baton${state.status?.models[0] ? ` · ${state.status.models[0].id}` : ""}`;
+  document.title = isLost ? "Baton: connection lost" : `Baton${state.status?.models.length === 1 ? ` · ${state.status.models[0].id}` : ""}`;
 }
 
 async function look() {
+  const { chosen } = state, of = chosen ? `&model=${encodeURIComponent(chosen)}` : "";
   const since = Math.max(0, ...state.slots.keys()) - 6; // other routers still write to the latest slots
-  const [status, history] = await Promise.all([ask("api/status"), ask(`api/history?since=${since > 0 ? since : 0}`)]);
-  state.before = state.status;
-  state.status = status;
+  const noModel = (error) => {
+    if (!chosen || error.status !== 404) throw error;
+    return null;
+  };
+  const [status, history] = await Promise.all([ask("api/status"), ask(`api/history?since=${since > 0 ? since : 0}${of}`).catch(noModel)]);
+  if (state.chosen !== chosen) return; // the user has chosen another model since, which is asked for already
+  Object.assign(state, { whole: status, wholeBefore: state.whole });
+  if (!history || (chosen && !status.models.some((each) => each.release === chosen))) {
+    choose(""); // the model is no longer served
+    return;
+  }
+  narrow();
   if (status.load) state.loads.set(status.router, status.load);
   state.hasOrders = status.takes_orders && Boolean(key());
   state.nowS = history.now_s;
   state.slotS = history.slot_s;
   state.bounds = history.bounds;
   state.slots = remember(state.slots, history);
-  state.model ||= (await ask("v1/models")).data[0];
+  const ids = status.models.map((each) => each.id).sort().join("\n");
+  if (ids !== cardsOf) [state.cards, cardsOf] = [(await ask("v1/models")).data, ids];
   await open?.look?.(state);
 }
 
@@ -111,10 +148,11 @@ async function again() {
     refusedStatus = error instanceof Refused && [401, 403].includes(error.status) ? error.status : 0;
     reason = error.name === "TimeoutError" ? "timeout" : error.message;
     if (refusedStatus) {
-      state.status = state.before = null;
+      state.whole = state.wholeBefore = null;
+      narrow();
       state.loads.clear();
     }
-    if (refusedStatus === 403 && !state.model) state.model = await ask("v1/models").then((answer) => answer.data[0], () => null);
+    if (refusedStatus === 403 && !state.cards.length) state.cards = await ask("v1/models").then((answer) => answer.data, () => []);
   }
   draw();
   showAge();
@@ -138,6 +176,7 @@ byId("key-button").addEventListener("click", () => {
   showHead();
   if (isAskOpen) byId("key").focus();
 });
+byId("models").addEventListener("change", () => choose(byId("models").value));
 byId("span").addEventListener("change", () => {
   state.spanS = Number(byId("span").value);
   draw();

@@ -137,6 +137,83 @@ export function overview(slots, { nowS, slotS, spanS, bounds, prompts = "" }) {
   };
 }
 
+// Identifies a worker: workers of different models may have the same id.
+export const workerKey = (worker) => (worker.release ? `${worker.release}/${worker.id}` : worker.id);
+
+const isShared = (model, models) => models.filter((each) => each.id === model.id).length > 1;
+const nameOf = (model, models) => (isShared(model, models) ? `${model.id} · ${model.release}` : model.id);
+
+// Returns the models to choose from, by name: [{release, name}]. The name has the release if several have the model's name.
+export function modelNames(models) {
+  return models.map((each) => ({ release: each.release, name: nameOf(each, models) })).sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));
+}
+
+// Returns the release that an alert is about; empty: it is about no single model.
+function releaseOf(alert, models) {
+  const found = models.map((each) => each.release).filter((release) => alert.about === release || alert.about.startsWith(`${release}/`));
+  return found.sort((a, b) => b.length - a.length)[0] || "";
+}
+
+// Returns the part of a response of /api/status that concerns one model; the whole status if release is empty.
+export function ofModel(status, release) {
+  const model = status.models.find((each) => each.release === release);
+  if (!release || !model) return status;
+  const none = { met: 0, missed: 0, rejected: 0 };
+  return {
+    ...status, models: [model], pools: model.pools, controller: model.controller,
+    not_ready: model.state === "down" ? status.not_ready || "no decode worker is ready" : status.not_ready,
+    workers: status.workers.filter((each) => each.release === release),
+    routers: status.routers.map((router) => ({ ...router, ...none, ...router.models.find((each) => each.content_id === model.content_id) })),
+    alerts: status.alerts.filter((each) => ["", release].includes(releaseOf(each, status.models))),
+  };
+}
+
+const STATES = { ready: "good", asleep: "soft", waking: "warn", down: "bad", leaving: "soft" };
+
+// Returns the texts of each model: [{release, name, state, level, facts, canWake}]. all: all models of the endpoint.
+export function modelLines(models, all) {
+  return models.map((model) => {
+    const { state, pools, held, wake_s } = model, shares = all.filter((each) => each.id === model.id && each.state !== "leaving");
+    const workers = Object.entries(pools).sort().reverse().filter(([, pool]) => pool.desired || pool.ready).map(([name, pool]) => `${name} ${pool.ready} of ${pool.desired}`);
+    return {
+      release: model.release, name: nameOf(model, all), state, level: STATES[state] || "soft", canWake: state === "asleep",
+      facts: [
+        isShared(model, all) && state !== "leaving" ? `${percent(share(model.share, shares.reduce((sum, each) => sum + each.share, 0)))} of the sessions` : "",
+        workers.length ? workers.join(", ") : "no workers",
+        held ? `${figure(held, 0)} ${held === 1 ? "request" : "requests"} held` : "",
+        wake_s > 0 ? `woke in ${duration(wake_s)} last time` : "",
+      ].filter(Boolean),
+    };
+  }).sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));
+}
+
+// Whether the models need a list of their own: there are several, or the only one does not simply serve.
+export const isListed = (models) => models.length > 1 || models.some((each) => ["asleep", "waking", "leaving"].includes(each.state));
+
+// Returns the pools of each model: [{key, release, name, title, text, pool, wanted}]. wanted: by the autoscaler; undefined: it is off.
+export function poolLines(models) {
+  return models.flatMap((model) => Object.entries(model.pools).sort().reverse().map(([name, pool]) => ({
+    key: `${model.release}/${name}`, release: model.release, name, pool,
+    title: models.length > 1 ? `${nameOf(model, models)}: ${name} pool` : `${title(name)} pool`,
+    text: models.length > 1 ? `${name} pool of ${nameOf(model, models)}` : `${name} pool`,
+    wanted: model.controller?.scaling.find((each) => each.pool === name)?.wanted,
+  })));
+}
+
+// Returns the component that stands for the models and their pools where there are several.
+function modelsPart(models) {
+  const states = {}, lacking = [];
+  for (const model of models) {
+    states[model.state] = (states[model.state] || 0) + 1;
+    const name = nameOf(model, models), short = Object.entries(model.pools).find(([, pool]) => pool.ready < pool.desired);
+    if (model.state === "down") lacking.push(`${name} is down`);
+    else if (model.state === "ready" && short) lacking.push(`${name}: ${short[0]} ${short[1].ready} of ${short[1].desired}`);
+    else if (!model.controller) lacking.push(`${name} has no controller`);
+  }
+  const value = Object.keys(STATES).filter((state) => states[state]).map((state) => `${states[state]} ${state}`).join(", ");
+  return { name: "Models", level: states.down ? "bad" : lacking.length ? "warn" : "good", value, more: lacking.join("; ") };
+}
+
 // Returns the components of the cluster with their health: [{name, level: good|warn|bad, value, more}].
 export function parts(status) {
   const found = [];
@@ -144,14 +221,16 @@ export function parts(status) {
   const versions = new Set([status.version, ...status.routers.map((r) => r.version), ...status.workers.map((w) => w.version)].filter(Boolean));
   found.push({ name: "Requests", level: ready ? "good" : "bad", value: ready ? "served" : "not served", more: status.not_ready });
   found.push({ name: "Routers", level: "good", value: String(status.routers.length), more: "" });
-  for (const [name, pool] of Object.entries(status.pools).sort().reverse()) {
+  const isSeveral = status.models.length > 1;
+  if (isSeveral) found.push(modelsPart(status.models));
+  for (const [name, pool] of isSeveral ? [] : Object.entries(status.pools).sort().reverse()) {
     const level = pool.ready >= pool.desired ? "good" : pool.ready > 0 ? "warn" : "bad";
     found.push({ name: title(name), level, value: `${pool.ready} of ${pool.desired}`, more: "ready" });
   }
   const sick = status.workers.filter((w) => w.self_check !== "ok");
   if (sick.length) found.push({ name: "Self-check", level: "bad", value: "failed", more: sick.map((w) => `${w.id} (${w.role}): ${w.self_check}`).join("; ") });
   found.push({ name: "Redis", level: status.redis.ok ? "good" : "bad", value: status.redis.ok ? "answers" : "lost", more: status.redis.ok ? "" : "served from memory" });
-  found.push(status.controller
+  if (!isSeveral) found.push(status.controller
     ? { name: "Controller", level: "good", value: "answers", more: "" }
     : { name: "Controller", level: "warn", value: "none", more: "pools stay as they are" });
   found.push(versions.size > 1
@@ -197,14 +276,14 @@ export function loadFigures(load) {
   ];
 }
 
-// Returns the rate per second of a counter of workers or routers, between two responses of /api/status: {id: value}.
+// Returns the rate per second of a counter of workers or routers, between two responses of /api/status: {workerKey: value}.
 export function rates(before, now, list, value) {
-  const old = new Map((before?.[list] || []).map((each) => [`${each.id}/${each.pid}`, value(each)]));
+  const old = new Map((before?.[list] || []).map((each) => [`${workerKey(each)}/${each.pid}`, value(each)]));
   const forS = before ? now.now_s - before.now_s : 0;
   const found = {};
   for (const each of now[list]) {
-    const was = old.get(`${each.id}/${each.pid}`);
-    found[each.id] = was === undefined || !(forS > 0) ? null : Math.max(0, value(each) - was) / forS;
+    const was = old.get(`${workerKey(each)}/${each.pid}`);
+    found[workerKey(each)] = was === undefined || !(forS > 0) ? null : Math.max(0, value(each) - was) / forS;
   }
   return found;
 }

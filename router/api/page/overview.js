@@ -1,7 +1,8 @@
 // Overview of the whole cluster: its health, latency and current work.
 
 import { Chart, h, heading, keyed, outcomeName, say, stageClass, stageName, stateClass, width } from "./draw.js";
-import { alertLines, figure, latencyText, loadFigures, overview, parts, percent, promptClasses, rateOfBytes, rates, short, tick, title } from "./figures.js";
+import { Models } from "./models.js";
+import { alertLines, figure, latencyText, loadFigures, overview, parts, percent, promptClasses, rateOfBytes, rates, short, tick, title, workerKey } from "./figures.js";
 
 export class Overview {
   constructor() {
@@ -15,6 +16,7 @@ export class Overview {
     for (const tile of this.tiles.slice(2)) tile.element.classList.add("split"); // full width on a narrow page
     this.alerts = h("ul", { class: "alerts" });
     this.alertCard = h("section", { class: "card w12", "aria-label": "Alerts" }, heading("Alerts"), this.alerts);
+    this.models = new Models();
     this.loads = h("tbody");
     this.loadHead = h("tr", {}, h("th", { scope: "col" }, "router"));
     this.prompts = h("select", { "aria-label": "Prompt tokens to compute", onchange: () => this.update(this.state) }, h("option", { value: "" }, "all prompts"));
@@ -36,7 +38,7 @@ export class Overview {
     this.classes = h("tbody");
     const columns = [["class"], ["in time", "number"], ["in time per second", "number"], ["objectives"], ["other outcomes"]];
     this.element = h("div", { class: "grid" },
-      h("section", { class: "card w12", "aria-label": "Health" }, this.parts), this.alertCard,
+      h("section", { class: "card w12", "aria-label": "Health" }, this.parts), this.alertCard, this.models.element,
       this.tiles.map((tile) => tile.element), this.requests.element, this.ttft.element, this.flow, this.itl.element, this.tokens.element,
       h("section", { class: "card w5" }, heading("Missed objectives by stage to blame"), this.misses),
       h("section", { class: "card w7" }, heading("Service classes"),
@@ -58,7 +60,8 @@ export class Overview {
       return;
     }
     this.element.hidden = false;
-    this.showParts(status, state.model);
+    this.showParts(status, state.cards);
+    this.models.update(state);
     this.showAlerts(status);
     keyed(this.prompts, [{ id: "", name: "all prompts" }, ...promptClasses(state.bounds)], (each) => each.id,
       ({ id, name }) => h("option", { value: id }, id ? `${name} tokens` : name), () => {});
@@ -72,10 +75,10 @@ export class Overview {
     this.showClasses(seen, status.slo_classes);
   }
 
-  showParts(status, model) {
-    const modelPart = status.models.map((each) => ({
-      name: "Model", level: "good", value: each.id,
-      more: model?.max_model_len ? `${figure(model.max_model_len, 0)} tokens` : "",
+  showParts(status, cards) {
+    const lengthOf = (model) => cards.find((card) => card.id === model.id)?.max_model_len;
+    const modelPart = (status.models.length > 1 ? [] : status.models).map((each) => ({
+      name: "Model", level: "good", value: each.id, more: lengthOf(each) ? `${figure(lengthOf(each), 0)} tokens` : "",
     }));
     keyed(this.parts, [...modelPart, ...parts(status)], (part) => part.name,
       (part) => h("div", {}, h("dt", {}, part.name), h("dd", {}, h("span", { class: "dot" }), h("span", { class: "wrap" }), h("small", { class: "wrap" }))),
@@ -159,8 +162,8 @@ export class Overview {
       });
     for (const [list, role] of [[this.prefill, "prefill"], [this.decode, "decode"]]) {
       const workers = status.workers.filter((worker) => worker.role === role);
-      keyed(list, workers.length ? workers : [{ id: `no ${role} worker`, isNone: true }], (worker) => worker.id, workerNode,
-        (element, worker) => showWorker(element, worker, computed[worker.id]));
+      keyed(list, workers.length ? workers : [{ id: `no ${role} worker`, isNone: true }], workerKey, workerNode,
+        (element, worker) => showWorker(element, worker, computed[workerKey(worker)], status.models.length > 1));
     }
     this.computed.show(now.promptPerS, `${short(now.promptPerS)} prompt tokens/s`);
     this.kv.show(now.kvPerS, `${rateOfBytes(now.kvPerS)} of KV`);
@@ -225,10 +228,10 @@ function workerNode(worker) {
     h("div", { class: "meter", "aria-hidden": "true" }, h("i"), h("i", { class: "cached" })));
 }
 
-function showWorker(element, worker, perS) {
+function showWorker(element, worker, perS, isNamed) {
   if (worker.isNone) return;
   const [head, work, memory, meter] = element.children, { blocks } = worker;
-  say(head.firstElementChild, worker.id);
+  say(head.firstElementChild, isNamed ? workerKey(worker) : worker.id);
   const isWell = worker.self_check === "ok";
   say(head.lastElementChild, isWell ? worker.state : "self-check failed", `small ${isWell ? stateClass(worker.state) : "bad"}`);
   say(work, `${worker.running} running · ${worker.waiting} waiting · ${short(perS)} tokens/s`);

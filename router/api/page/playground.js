@@ -1,7 +1,7 @@
 // Playground: a streamed chat or completion, with the time of its stages, and the same call in code.
 
 import { headers, key, refusal } from "./asking.js";
-import { copy, h, heading, say, stageBar, stageLegend } from "./draw.js";
+import { copy, h, heading, keyed, say, stageBar, stageLegend } from "./draw.js";
 import { duration, figure } from "./figures.js";
 
 const FIRST = { chat: "What is the capital of France?", completion: "Once upon a time" };
@@ -11,7 +11,8 @@ export class Playground {
     this.mode = "chat";
     this.language = "curl";
     this.messages = [];
-    this.model = "";
+    this.names = [];
+    this.chosen = "";
     this.grpc = "127.0.0.1:50051";
     const changed = () => this.showCode();
     const radio = (value, text) => h("label", {}, h("input", { type: "radio", name: "mode", value, checked: value === this.mode, onchange: () => this.choose(value) }), h("span", {}, text));
@@ -24,11 +25,13 @@ export class Playground {
     this.go = h("button", { class: "primary" }, "Send");
     this.stop = h("button", { type: "button", onclick: () => this.aborter?.abort(), hidden: true }, "Stop");
     this.fresh = h("button", { type: "button", onclick: () => this.forget(), hidden: true }, "New conversation");
+    this.models = h("select", { onchange: changed });
+    this.modelField = h("label", { class: "field", hidden: true }, "Model", this.models);
     this.systemField = h("label", { class: "field" }, "System", this.system);
     this.form = h("form", { class: "stack", onsubmit: (event) => this.send(event) },
       h("div", { class: "head" }, h("div", { class: "choice", role: "radiogroup", "aria-label": "Kind of request" }, radio("chat", "Chat"), radio("completion", "Completion")),
         h("span", { class: "soft small" }, "Ctrl + Enter sends")),
-      this.systemField, h("label", { class: "field" }, "Prompt", this.prompt),
+      this.modelField, this.systemField, h("label", { class: "field" }, "Prompt", this.prompt),
       h("div", { class: "form" }, h("label", { class: "field" }, "Maximum response tokens", this.max), h("label", { class: "field" }, "Temperature", this.temperature)),
       h("div", { class: "row" }, this.go, this.stop, this.fresh));
     this.talk = h("div", { class: "talk", "aria-live": "polite" });
@@ -47,11 +50,14 @@ export class Playground {
   }
 
   update(state) {
-    const model = state.status?.models[0]?.id || state.model?.id || "", grpc = state.status?.routers[0]?.grpc || this.grpc;
-    if (model !== this.model || grpc !== this.grpc || Boolean(key()) !== this.hadKey) {
-      Object.assign(this, { model, grpc, hadKey: Boolean(key()) });
-      this.showCode();
-    }
+    const served = state.models.length ? state.models : state.cards.filter((card) => !card.parent);
+    const names = [...new Set(served.map((each) => each.id))].sort(), grpc = state.status?.routers[0]?.grpc || this.grpc;
+    if (names.join() === this.names.join() && state.chosen === this.chosen && grpc === this.grpc && Boolean(key()) === this.hadKey) return;
+    keyed(this.models, names, (name) => name, (name) => h("option", { value: name }, name), () => {});
+    if (state.chosen && state.chosen !== this.chosen) this.models.value = state.status?.models[0]?.id || this.models.value;
+    this.modelField.hidden = names.length < 2;
+    Object.assign(this, { names, chosen: state.chosen, grpc, hadKey: Boolean(key()) });
+    this.showCode();
   }
 
   choose(mode) {
@@ -74,9 +80,9 @@ export class Playground {
   // The body of the request, without fields that only the page needs.
   body() {
     const sampling = { max_tokens: Number(this.max.value) || 128, temperature: Number(this.temperature.value) || 0 };
-    if (this.mode === "completion") return { model: this.model, prompt: this.prompt.value, ...sampling };
+    if (this.mode === "completion") return { model: this.models.value, prompt: this.prompt.value, ...sampling };
     const system = this.system.value.trim() ? [{ role: "system", content: this.system.value.trim() }] : [];
-    return { model: this.model, messages: [...system, ...this.messages, { role: "user", content: this.prompt.value }], ...sampling };
+    return { model: this.models.value, messages: [...system, ...this.messages, { role: "user", content: this.prompt.value }], ...sampling };
   }
 
   async send(event) {
@@ -147,7 +153,7 @@ export class Playground {
 
   showCode() {
     const body = this.sent && !this.prompt.value.trim() ? this.sent : this.body();
-    say(this.code, CODE[this.language](body, this.mode, this.grpc, Boolean(key())));
+    say(this.code, CODE[this.language](body, this.mode, this.grpc, Boolean(key()), this.names.length > 1));
   }
 }
 
@@ -187,9 +193,9 @@ const CODE = {
       + `stream = client.${call}.create(\n    model=${python(body.model)},\n    ${what},\n    max_tokens=${body.max_tokens},\n    temperature=${body.temperature},\n    stream=True,\n)\n`
       + `for chunk in stream:\n    print(chunk.choices[0].${mode === "chat" ? 'delta.content or ""' : "text"}, end="", flush=True)`;
   },
-  gRPC(body, mode, grpc, hasKey) {
-    const sampling = { maxTokens: body.max_tokens, temperature: body.temperature };
-    const message = mode === "chat" ? { chat: { messages: body.messages }, sampling } : { text: body.prompt, sampling };
+  gRPC(body, mode, grpc, hasKey, isNamed) {
+    const sampling = { maxTokens: body.max_tokens, temperature: body.temperature }, model = isNamed ? { model: body.model } : {};
+    const message = { ...model, ...(mode === "chat" ? { chat: { messages: body.messages } } : { text: body.prompt }), sampling };
     const isTls = location.protocol === "https:", auth = hasKey ? '  -H "Authorization: Bearer $BATON_API_KEY" \\\n' : "";
     return `buf curl --protocol grpc ${isTls ? "" : "--http2-prior-knowledge "}\\\n${auth}  -d ${quoted(JSON.stringify(message, null, 2))} \\\n  ${isTls ? "https" : "http"}://${grpc}/baton.v1.Inference/Generate`;
   },

@@ -15,6 +15,7 @@ export class Requests {
   constructor() {
     this.known = new Map(); // router/tenant/id/arrival -> summary
     this.chosen = "";
+    this.release = ""; // of the shown model; empty: all models
     this.detail = null;
     this.problem = "";
     const names = { "": "all outcomes", missed: "late", failed: "failed or refused", running: "running", met: "in time", cancelled: "cancelled" };
@@ -46,16 +47,26 @@ export class Requests {
 
   filter() {
     this.known.clear();
-    this.look().then(() => this.update(this.state), () => {});
+    this.look(this.state).then(() => this.update(this.state), () => {});
   }
 
-  async look() {
+  // Forgets the requests of the previously shown model.
+  use(release) {
+    if (this.release !== release) this.known.clear();
+    this.release = release;
+  }
+
+  async look(state) {
+    const { chosen } = state;
     const query = new URLSearchParams({ limit: String(KEPT / 2) });
     for (const outcome of FILTERS[this.outcome.value]) query.append("outcome", outcome);
     if (this.slo.value) query.set("slo_class", this.slo.value);
     if (this.tenant.value.trim()) query.set("tenant", this.tenant.value.trim());
+    if (chosen) query.set("model", chosen);
     try {
       const answer = await ask(`api/requests?${query}`);
+      if (chosen !== state.chosen) return; // the user has chosen another model since
+      this.use(chosen);
       for (const [name, each] of this.known) if (each.router === answer.router) this.known.delete(name);
       for (const each of answer.requests) this.known.set(`${each.router}/${each.tenant}/${each.request_id}/${each.arrived_s}`, each);
       this.problem = "";
@@ -79,6 +90,8 @@ export class Requests {
 
   update(state) {
     this.state = state;
+    this.use(state.chosen);
+    this.isNamed = state.models.length > 1;
     if (!state.status) return;
     const classes = Object.keys(state.status.slo_classes);
     keyed(this.slo, ["", ...classes], (name) => name, (name) => h("option", { value: name }, name || "all classes"), () => {});
@@ -93,14 +106,16 @@ export class Requests {
 
   row(each) {
     const link = h("a", { href: `#requests/${encodeURIComponent(each.request_id)}`, class: "mono", title: each.request_id }, brief(each.request_id));
-    return h("tr", {}, h("td", { class: "soft" }), h("th", { scope: "row" }, link), h("td"), h("td", { class: "soft break" }), h("td", { class: "number", "data-label": "first" }),
+    const model = h("div", { class: "soft small wrap" }, each.release || each.model || "no model");
+    return h("tr", {}, h("td", { class: "soft" }), h("th", { scope: "row" }, link, model), h("td"), h("td", { class: "soft break" }), h("td", { class: "number", "data-label": "first" }),
       h("td", { class: "number", "data-label": "total" }), h("td", { class: "number" }), h("td", { class: "whole" }));
   }
 
   fill(row, each, nowS) {
-    const [when, , outcome, went, first, total, tokens, stages] = row.children;
+    const [when, id, outcome, went, first, total, tokens, stages] = row.children;
     if (each.request_id === this.chosen) row.setAttribute("aria-current", "true");
     else row.removeAttribute("aria-current");
+    id.lastElementChild.hidden = !this.isNamed || Boolean(this.release);
     say(when, `${age(Math.max(0, nowS - each.arrived_s))} ago`);
     say(first, duration(each.ttft_s));
     say(total, duration(each.total_s));
@@ -126,7 +141,7 @@ export class Requests {
       this.side.replaceChildren(head, empty("No router that answered knows this request; it may have been dropped."));
       return;
     }
-    this.side.replaceChildren(head, ...detailOf(detail));
+    this.side.replaceChildren(head, ...detailOf(detail, this.isNamed));
   }
 }
 
@@ -135,12 +150,13 @@ const isPlaced = (each) => Boolean(each.prefill_worker || each.decode_worker);
 const way = (each) => ([["prefill", each.prefill_worker === each.decode_worker ? "" : each.prefill_worker], ["decode", each.decode_worker]]
   .flatMap(([role, id]) => (id ? [`${id} (${role})`] : [])).join(" → ") || "–") + (each.retries ? ` (again ${each.retries}×)` : "");
 
-function detailOf(detail) {
+function detailOf(detail, isNamed) {
   const objective = (s) => (s === null ? "none" : tick(s));
   const facts = h("div", { class: "grid" },
     h("div", { class: "w4" }, named({
       "outcome": outcomeName(detail.outcome) + (detail.blamed_stage ? `, by ${stageName(detail.blamed_stage)}` : ""), "arrived": clock(detail.arrived_s, true),
       "tenant, class": `${detail.tenant}, ${detail.slo_class || "–"}`, "router": detail.router,
+      ...(isNamed ? { "model, release": `${detail.model || "–"}, ${detail.release || "–"}` } : {}),
     })),
     h("div", { class: "w4" }, named({
       "first token": `${duration(detail.ttft_s)} (objective ${objective(detail.ttft_objective_s)})`, "between tokens": `${duration(detail.itl_s)} (objective ${objective(detail.itl_objective_s)})`,

@@ -1,14 +1,15 @@
 // All workers with their logs, and commands for operators with a key.
 
-import { ask, order } from "./asking.js";
+import { ask } from "./asking.js";
 import { confirm, empty, h, heading, keyed, named, say, stateClass, toast, width } from "./draw.js";
-import { age, figure, percent, rates, short, title } from "./figures.js";
+import { age, figure, percent, poolLines, rates, short, workerKey } from "./figures.js";
+import { forModel, give } from "./orders.js";
 
 const OTHER = { prefill: "decode", decode: "prefill" };
 
 export class Workers {
   constructor() {
-    this.logs = new Map(); // worker -> lines of its log, for open logs
+    this.logs = new Map(); // worker's key -> {worker, lines of its log}, for open logs
     this.note = h("p", { class: "soft" });
     this.pools = h("div", { class: "grid" });
     this.workers = h("div", { class: "workers" });
@@ -17,7 +18,7 @@ export class Workers {
   }
 
   async look() {
-    for (const id of this.logs.keys()) this.logs.set(id, await readLog(id));
+    for (const [key, { worker }] of this.logs) this.logs.set(key, { worker, lines: await readLog(worker) });
   }
 
   update(state) {
@@ -30,24 +31,22 @@ export class Workers {
         "The page can send commands only with an operator's API key, but no tenants' file is configured. Use a terminal instead: ",
         ...["baton scale", "baton drain", "baton role"].flatMap((name) => [h("code", {}, name), " "])]));
     }
-    const wanted = Object.fromEntries((status.controller?.scaling || []).map((each) => [each.pool, each.wanted]));
-    keyed(this.pools, Object.entries(status.pools).sort().reverse(), ([name]) => name, ([name]) => this.pool(name),
-      (element, [name, pool]) => this.showPool(element, pool, wanted[name], state.hasOrders));
+    keyed(this.pools, poolLines(status.models), (line) => `${line.key}/${line.title}`, (line) => this.pool(line), (element, line) => this.showPool(element, line, state.hasOrders));
     const computed = rates(state.before, status, "workers", (worker) => worker.computed_tokens);
-    const list = [...status.workers].sort((a, b) => b.role.localeCompare(a.role) || a.id.localeCompare(b.id, "en", { numeric: true }));
+    const list = [...status.workers].sort((a, b) => b.role.localeCompare(a.role) || a.release.localeCompare(b.release) || a.id.localeCompare(b.id, "en", { numeric: true }));
     this.none.hidden = list.length > 0;
-    keyed(this.workers, list, (worker) => `${worker.id}/${worker.pid}`, (worker) => this.worker(worker.id),
-      (element, worker) => this.showWorker(element, worker, computed[worker.id], state));
+    keyed(this.workers, list, (worker) => `${workerKey(worker)}/${worker.pid}`, (worker) => this.worker(worker),
+      (element, worker) => this.showWorker(element, worker, computed[workerKey(worker)], state));
   }
 
-  pool(name) {
-    const size = h("input", { type: "number", min: 0, max: 10000, class: "size", "aria-label": `Workers of the ${name} pool` });
+  pool(line) {
+    const size = h("input", { type: "number", min: 0, max: 10000, class: "size", "aria-label": `Workers of the ${line.text}` });
     size.addEventListener("input", () => (size.dataset.touched = "yes"));
-    const scale = h("form", { class: "row", onsubmit: (event) => this.scale(event, name, size) }, size, h("button", {}, "Scale…"));
-    return h("section", { class: "card w6" }, h("div", { class: "head" }, heading(`${title(name)} pool`), scale), h("div", { class: "big" }, h("span"), h("small")));
+    const scale = h("form", { class: "row", onsubmit: (event) => this.scale(event, line, size) }, size, h("button", {}, "Scale…"));
+    return h("section", { class: "card w6" }, h("div", { class: "head" }, heading(line.title), scale), h("div", { class: "big" }, h("span"), h("small")));
   }
 
-  showPool(element, pool, wanted, hasOrders) {
+  showPool(element, { pool, wanted }, hasOrders) {
     const [head, big] = element.children, scale = head.lastElementChild, size = scale.firstElementChild;
     scale.hidden = !hasOrders;
     if (!size.dataset.touched && document.activeElement !== size) size.value = pool.desired;
@@ -56,10 +55,11 @@ export class Workers {
     say(big.lastElementChild, `ready${wanted === undefined ? "" : ` · the autoscaler wants ${wanted}`}`);
   }
 
-  worker(id) {
-    const log = h("button", { onclick: () => this.toggleLog(id), "aria-expanded": "false" }, "Log");
-    const role = h("button", { onclick: () => this.flip(id) });
-    const drain = h("button", { class: "danger", onclick: () => this.drain(id) }, "Drain…");
+  worker(worker) {
+    const { id } = worker;
+    const log = h("button", { onclick: () => this.toggleLog(worker), "aria-expanded": "false" }, "Log");
+    const role = h("button", { onclick: () => this.flip(worker) });
+    const drain = h("button", { class: "danger", onclick: () => this.drain(worker) }, "Drain…");
     return h("section", { class: "card worker stack", "aria-label": id },
       h("div", { class: "head" }, h("h3", { class: "wrap" }, id), h("span", { class: "row" }, h("span", { class: "chip" }), h("span", { class: "chip" }))),
       h("div"), h("div", {}, h("div", { class: "small soft" }), h("div", { class: "meter", "aria-hidden": "true" }, h("i"), h("i", { class: "cached" }))),
@@ -68,13 +68,14 @@ export class Workers {
 
   showWorker(element, worker, perS, state) {
     const [head, facts, memory, buttons, log] = element.children, [state_, role_] = head.lastElementChild.children;
-    const isWell = worker.self_check === "ok", { blocks } = worker;
-    this.roles = { ...this.roles, [worker.id]: worker.role };
-    element.className = `card worker stack ${worker.role}${this.logs.has(worker.id) ? " open" : ""}`;
+    const isWell = worker.self_check === "ok", { blocks } = worker, key = workerKey(worker);
+    this.roles = { ...this.roles, [key]: worker.role };
+    element.className = `card worker stack ${worker.role}${this.logs.has(key) ? " open" : ""}`;
     say(state_, isWell ? worker.state : `self-check: ${worker.self_check}`, `chip ${isWell ? stateClass(worker.state) : "bad"}`);
     say(role_, worker.role);
     const bornS = worker.epoch / 1000; // an epoch is the time in milliseconds at which the worker joined
     const list = {
+      ...(state.status.models.length > 1 ? { "release": worker.release || "–" } : {}),
       "work": `${worker.running} running, ${worker.waiting} waiting`, "tokens/s": short(perS),
       "age": bornS > 1e9 && bornS <= state.nowS + 60 ? age(Math.max(0, state.nowS - bornS)) : "–",
       "node": `${worker.node}, process ${worker.pid}`, "engine": worker.engine || "–", "version": worker.version || "–",
@@ -94,7 +95,7 @@ export class Workers {
     role.hidden = drain.hidden = !state.hasOrders;
     role.disabled = drain.disabled = worker.state !== "ready";
     say(role, `Change to ${OTHER[worker.role]}…`);
-    const lines = this.logs.get(worker.id);
+    const lines = this.logs.get(key)?.lines;
     logButton.setAttribute("aria-expanded", String(lines !== undefined));
     log.hidden = lines === undefined;
     if (lines !== undefined && log.textContent !== lines) {
@@ -105,30 +106,33 @@ export class Workers {
     this.state = state;
   }
 
-  async toggleLog(id) {
-    if (this.logs.has(id)) this.logs.delete(id);
-    else this.logs.set(id, await readLog(id));
+  async toggleLog(worker) {
+    const key = workerKey(worker);
+    if (this.logs.has(key)) this.logs.delete(key);
+    else this.logs.set(key, { worker, lines: await readLog(worker) });
     this.update(this.state);
   }
 
-  async drain(id) {
+  async drain({ id, release }) {
+    const role = this.roles[workerKey({ id, release })];
     const text = `Its requests migrate to other workers with their KV, its process exits, and another worker replaces it. Responses continue.`;
-    if (await confirm({ title: `Drain ${id} (${this.roles[id]})?`, text, yes: "Drain it", isDanger: true })) await give(`${id} drains`, `api/workers/${encodeURIComponent(id)}/drain`, {});
+    if (await confirm({ title: `Drain ${id} (${role})?`, text, yes: "Drain it", isDanger: true })) await give(`${id} drains`, `api/workers/${encodeURIComponent(id)}/drain`, forModel(release));
   }
 
-  async flip(id) {
-    const to = OTHER[this.roles[id]];
-    const text = `Its requests migrate to other workers first; it keeps its cache. The pools' sizes change: one ${this.roles[id]} worker less, one ${to} worker more.`;
-    if (await confirm({ title: `Make ${id} (${this.roles[id]}) a ${to} worker?`, text, yes: `Change to ${to}` })) await give(`${id} is a ${to} worker now`, `api/workers/${encodeURIComponent(id)}/role`, { role: to });
+  async flip({ id, release }) {
+    const role = this.roles[workerKey({ id, release })], to = OTHER[role];
+    const text = `Its requests migrate to other workers first; it keeps its cache. The pools' sizes change: one ${role} worker less, one ${to} worker more.`;
+    if (await confirm({ title: `Make ${id} (${role}) a ${to} worker?`, text, yes: `Change to ${to}` })) await give(`${id} is a ${to} worker now`, `api/workers/${encodeURIComponent(id)}/role`, forModel(release, { role: to }));
   }
 
-  async scale(event, name, size) {
+  async scale(event, line, size) {
     event.preventDefault();
-    const workers = Number(size.value), now = this.state.status.pools[name].desired;
+    const { name, release, key } = line, workers = Number(size.value), which = line.text;
+    const now = poolLines(this.state.models).find((each) => each.key === key)?.pool.desired ?? 0;
     const text = workers < now ? `${now - workers} of ${now} workers leave; their requests migrate to the remaining ones.` : `${workers - now} workers start in addition to the current ${now}.`;
-    if (workers === now) toast(`The ${name} pool already has ${now}`);
-    else if (await confirm({ title: `Scale the ${name} pool to ${workers}?`, text: workers ? text : "This pool will have no workers.", yes: `Scale to ${workers}`, isDanger: workers < now })) {
-      await give(`Scaling the ${name} pool to ${workers}`, `api/pools/${encodeURIComponent(name)}`, { workers });
+    if (workers === now) toast(`The ${which} already has ${now}`);
+    else if (await confirm({ title: `Scale the ${which} to ${workers}?`, text: workers ? text : "This pool will have no workers.", yes: `Scale to ${workers}`, isDanger: workers < now })) {
+      await give(`Scaling the ${which} to ${workers}`, `api/pools/${encodeURIComponent(name)}`, forModel(release, { workers }));
     }
     delete size.dataset.touched;
   }
@@ -141,19 +145,11 @@ function computes(by) {
   return words.concat(by.kv_copies && `KV copied by ${by.kv_copies}`).filter(Boolean).join(", ");
 }
 
-async function readLog(id) {
+async function readLog({ id, release }) {
+  const of = release ? `?model=${encodeURIComponent(release)}` : "";
   try {
-    return (await ask(`api/workers/${encodeURIComponent(id)}/log`)).lines.join("\n") || "Nothing has been logged yet.";
+    return (await ask(`api/workers/${encodeURIComponent(id)}/log${of}`)).lines.join("\n") || "Nothing has been logged yet.";
   } catch (error) {
     return `The log cannot be read: ${error.message}`;
-  }
-}
-
-async function give(done, path, body) {
-  try {
-    await order(path, body);
-    toast(done);
-  } catch (error) {
-    toast(error.status === 401 || error.status === 403 ? `Refused: ${error.message}` : `Failed: ${error.message}`);
   }
 }

@@ -253,7 +253,7 @@ STATUS: dict[str, Any] = {
     "now_s": 100.0, "version": "1", "not_ready": "", "routers": [{"id": "r0", "pid": 1, "version": "1"}],
     "pools": {"decode": {"desired": 2, "ready": 2}, "prefill": {"desired": 1, "ready": 1}},
     "workers": [{"id": "w0", "pid": 5, "version": "1", "self_check": "ok", "computed_tokens": 100}],
-    "redis": {"ok": True}, "controller": {"pid": 1},
+    "redis": {"ok": True}, "controller": {"pid": 1}, "models": [],
 }  # fmt: skip
 
 
@@ -340,6 +340,139 @@ def test_rates_are_of_the_same_process() -> None:
     assert figures(code, [None, STATUS]) == {"w0": None}
     again = STATUS | {"now_s": 104.0, "workers": [{"id": "w0", "pid": 7, "computed_tokens": 200}]}
     assert figures(code, [STATUS, again]) == {"w0": None}, "it has begun anew"
+
+
+def served(release: str, state: str = "ready", **more: Any) -> dict[str, Any]:
+    """A model as /api/status has it."""
+    pools = {"prefill": {"desired": 1, "ready": 1}, "decode": {"desired": 2, "ready": 2}}
+    none = {"prefill": {"desired": 0, "ready": 0}, "decode": {"desired": 0, "ready": 0}}
+    controller = {"pid": 1, "scaling": [{"pool": "decode", "utilisation": 0.5, "wanted": 3}]}
+    defaults = {
+        "id": "m", "release": release, "content_id": f"id of {release}", "share": 1.0, "state": state, "held": 0,
+        "wake_s": 0.0, "pools": none if state == "asleep" else pools, "controller": controller,
+    }  # fmt: skip
+    return defaults | more
+
+
+def routed(release: str, met: int) -> dict[str, Any]:
+    return {"content_id": f"id of {release}", "met": met, "missed": 1, "rejected": 0}
+
+
+SEVERAL: dict[str, Any] = {
+    **STATUS,
+    "controller": None,
+    "models": [served("m-1", share=3.0), served("m-2"), served("big/1", "asleep", id="big", wake_s=41.2, held=2)],
+    "workers": [{**STATUS["workers"][0], "release": release} for release in ("m-1", "m-2")],
+    "routers": [
+        {**STATUS["routers"][0], "met": 9, "missed": 2, "rejected": 5, "models": [routed("m-1", 2), routed("m-2", 7)]}
+    ],
+    "alerts": [
+        {"name": name, "about": about}
+        for name, about in (
+            ("A", "m-1/decode"), ("B", "m-2"), ("C", "m-2/w0 (decode)"), ("D", ""), ("E", "router-0"),
+            ("F", "big/1/decode"),
+        )
+    ],
+}  # fmt: skip
+
+
+@needs_node
+def test_of_several_models_one_can_be_shown() -> None:
+    code = """return ["m-2", "", "gone"].map((release) => f.ofModel(given, release))"""
+    one, whole, gone = figures(code, SEVERAL)
+    assert whole == gone == SEVERAL
+    assert [each["release"] for each in one["models"] + one["workers"]] == ["m-2", "m-2"]
+    assert (one["pools"], one["controller"]) == (SEVERAL["models"][1]["pools"], SEVERAL["models"][1]["controller"])
+    (router,) = one["routers"]
+    assert (router["id"], router["met"], router["missed"], router["rejected"]) == ("r0", 7, 1, 0)
+    assert [each["name"] for each in one["alerts"]] == ["B", "C", "D", "E"]
+    asleep = figures("""return f.ofModel(given, "big/1")""", SEVERAL)
+    assert [each["name"] for each in asleep["alerts"]] == ["D", "E", "F"]
+    assert asleep["routers"][0]["met"] == 0, "the router does not serve it"
+    assert figures("return f.health(f.parts(f.ofModel(given, 'big/1')))", SEVERAL)["level"] == "good"
+
+
+@needs_node
+def test_a_model_that_is_down_is_shown_as_not_served_though_others_are() -> None:
+    status = SEVERAL | {"models": [served("m-1"), served("m-2", "down")]}
+    code = """return ["m-1", "m-2"].map((release) => f.health(f.parts(f.ofModel(given, release))))"""
+    well, down = figures(code, status)
+    assert well == {"level": "good", "text": "all components healthy"}
+    assert down == {"level": "bad", "text": "requests not served"}
+
+
+@needs_node
+@pytest.mark.parametrize(
+    ("models", "level", "value", "more"),
+    [
+        ([served("m-1"), served("m-2", "asleep")], "good", "1 ready, 1 asleep", ""),
+        ([served("m-1", "waking"), served("m-2", "leaving")], "good", "1 waking, 1 leaving", ""),
+        ([served("m-1"), served("m-2", "down")], "bad", "1 ready, 1 down", "m · m-2 is down"),
+        (
+            [served("m-1"), served("x", id="x", pools={"decode": {"desired": 2, "ready": 1}})],
+            "warn",
+            "2 ready",
+            "x: decode 1 of 2",
+        ),
+        ([served("m-1"), served("x", id="x", controller=None)], "warn", "2 ready", "x has no controller"),
+    ],
+)
+def test_the_health_of_several_models_is_one_part(
+    models: list[dict[str, Any]], level: str, value: str, more: str
+) -> None:
+    found = {each["name"]: each for each in figures("return f.parts(given)", SEVERAL | {"models": models})}
+    assert found["Models"] == {"name": "Models", "level": level, "value": value, "more": more}
+    assert not {"Decode", "Prefill", "Controller"} & found.keys(), "each model has its own"
+
+
+@needs_node
+def test_models_say_their_state_share_and_how_long_they_wake() -> None:
+    big, first, second = figures("return f.modelLines(given.models, given.models)", SEVERAL)
+    assert (big["name"], big["state"], big["level"], big["canWake"]) == ("big", "asleep", "soft", True)
+    assert big["facts"] == ["no workers", "2 requests held", "woke in 41.2 s last time"]
+    assert (first["name"], first["level"], first["canWake"]) == ("m · m-1", "good", False)
+    assert first["facts"] == ["75 % of the sessions", "prefill 1 of 1, decode 2 of 2"]
+    assert second["facts"][0] == "25 % of the sessions"
+    code = "return given.map((models) => f.isListed(models))"
+    assert figures(code, [[], [served("m-1")], [served("m-1", "asleep")], SEVERAL["models"]]) == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    names = figures("return f.modelNames(given)", SEVERAL["models"])
+    assert names == [
+        {"release": "big/1", "name": "big"},
+        {"release": "m-1", "name": "m · m-1"},
+        {"release": "m-2", "name": "m · m-2"},
+    ]  # fmt: skip
+
+
+@needs_node
+def test_pools_are_those_of_their_model() -> None:
+    one = figures("return f.poolLines(given)", [served("m-1")])
+    assert [(each["title"], each["text"], each.get("wanted")) for each in one] == [
+        ("Prefill pool", "prefill pool", None), ("Decode pool", "decode pool", 3),
+    ]  # fmt: skip
+    several = figures("return f.poolLines(given)", [served("m-1"), served("x", id="x", controller=None)])
+    assert [(each["release"], each["title"], each["text"]) for each in several] == [
+        ("m-1", "m: prefill pool", "prefill pool of m"), ("m-1", "m: decode pool", "decode pool of m"),
+        ("x", "x: prefill pool", "prefill pool of x"), ("x", "x: decode pool", "decode pool of x"),
+    ]  # fmt: skip
+    assert len({each["key"] for each in several}) == 4
+
+
+@needs_node
+def test_workers_of_one_id_are_told_apart_by_their_model() -> None:
+    def status(now_s: float, *tokens: int) -> dict[str, Any]:
+        workers = [
+            {"id": "w0", "pid": 5, "release": f"m-{number}", "computed_tokens": each}
+            for number, each in enumerate(tokens)
+        ]
+        return {"now_s": now_s, "workers": workers}
+
+    code = "return f.rates(given[0], given[1], 'workers', (worker) => worker.computed_tokens)"
+    assert figures(code, [status(100, 10, 100), status(104, 50, 108)]) == {"m-0/w0": 10, "m-1/w0": 2}
 
 
 @needs_node
