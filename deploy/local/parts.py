@@ -47,7 +47,7 @@ def run(part: ClusterPart, config: Config, console: Console, *, weights: bool = 
             raise ConfigError(f"the controller cannot run here: {missing}")
         with ProgressDisplay(console) as progress:
             config = with_places(config, progress.update)
-    else:
+    elif part is ClusterPart.MODEL or config.router.own_model:
         config = with_model(config, console, weights=weights and part is ClusterPart.MODEL)
     if part is ClusterPart.ROUTER:
         _require(config.index.redis_url, "index.redis_url", "the Redis that all parts share")

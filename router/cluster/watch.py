@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from baton.cluster import CertificateTerm, ClusterStatus, ServedModel, Worker, WorkerState, with_role
+from baton.cluster import CertificateTerm, ClusterStatus, ModelState, ServedModel, Worker, WorkerState, with_role
 from router.cluster.history import LATE_SLOTS, NUM_SLOTS, SLOT_S, ClusterHistory
 
 PERIOD_S = 5.0
@@ -149,6 +149,7 @@ class AlertRule:
 
 RULES: Mapping[str, AlertRule] = {
     "BatonPoolEmpty": AlertRule(severity="critical", for_s=MINUTE_S, above=(0,)),
+    "BatonModelDoesNotWake": AlertRule(severity="critical", for_s=5 * MINUTE_S),
     "BatonRedisDown": AlertRule(severity="critical", for_s=MINUTE_S, above=(0,)),
     "BatonRedisFull": AlertRule(severity="critical", for_s=5 * MINUTE_S, above=(0.85,)),
     "BatonCertificateExpiresNow": AlertRule(severity="critical", for_s=5 * MINUTE_S, above=(DAY_S, 0.05)),
@@ -232,9 +233,13 @@ def _of_model(model: ServedModel, prefix: str) -> Iterator[Condition]:
     Args:
         prefix: precedes the pools' names if there are several models.
     """
+    is_waking = model.state is ModelState.WAKING
+    if is_waking:
+        of_model = f" {model.release}" if prefix else ""
+        yield "BatonModelDoesNotWake", prefix[:-1], f"The model{of_model} wakes, and no decode worker is ready yet"
     for pool, sizes in model.pools.items():
         name = f"{prefix}{pool}"
-        if sizes.ready == 0 and sizes.desired > 0:
+        if sizes.ready == 0 and sizes.desired > 0 and not is_waking:
             yield "BatonPoolEmpty", name, f"Pool {name} has no worker that is ready"
         if sizes.desired - sizes.ready > 0:
             yield "BatonPoolBelowDesired", name, f"Pool {name} lacks {sizes.desired - sizes.ready} of its workers"

@@ -291,6 +291,7 @@ class Sleeper:
     def __init__(self, endpoint: Endpoint, files: str) -> None:
         self._endpoint = endpoint
         self.num_starts = 0
+        self._worker = ""
         self.may_start = threading.Event()
         asleep: dict[str, Any] = {
             "sizes": {"prefill": 0, "decode": 0},
@@ -306,7 +307,7 @@ class Sleeper:
 
     def _start(self) -> None:
         if self.may_start.wait(60):
-            self._endpoint.worker_of("sleeper")
+            self._worker = self._endpoint.worker_of("sleeper")
             self.announcer.model = replace(self.announcer.model, is_asleep=False)
 
     def __enter__(self) -> Sleeper:
@@ -316,6 +317,8 @@ class Sleeper:
 
     def __exit__(self, *of_error: object) -> None:
         self.announced.__exit__(None, None, None)
+        if self._worker:
+            self._endpoint.fleet.remove(self._worker, signal.SIGTERM)
 
     def shown(self) -> dict[str, Any]:
         status = self._endpoint.fleet.client.status()

@@ -15,6 +15,7 @@ from baton.cluster import (
     BlockCounts,
     CertificateTerm,
     ControllerInfo,
+    ModelState,
     PoolScaling,
     PoolStatus,
     PoolTrouble,
@@ -107,8 +108,14 @@ def default(**counts: float) -> Outcomes:
     return {(outcome, "default"): number for outcome, number in counts.items()}
 
 
+def model(state: ModelState) -> ServedModel:
+    pools = {"decode": PoolStatus(0, 0)}
+    return ServedModel(id="tiny", path="/tiny", release="tiny-1", state=state, pools=pools, controller=CONTROLLER)
+
+
 CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "BatonPoolEmpty": ([{"pools": {"decode": PoolStatus(2, 0)}}], [{"pools": {"decode": PoolStatus(0, 0)}}]),
+    "BatonModelDoesNotWake": ([{"models": (model(ModelState.WAKING),)}], [{"models": (model(ModelState.ASLEEP),)}]),
     "BatonPoolBelowDesired": ([{"pools": {"decode": PoolStatus(2, 1)}}], [{"pools": {"decode": PoolStatus(1, 2)}}]),
     "BatonRedisDown": ([{"redis_ok": False}], [{}]),
     "BatonRedisFull": (
