@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from baton.cluster import CertificateTerm, ClusterStatus, ServedModel, Worker, WorkerState, with_role
+from baton.cluster import CertificateTerm, ClusterStatus, ModelState, ServedModel, Worker, WorkerState, with_role
 from router.cluster.history import LATE_SLOTS, NUM_SLOTS, SLOT_S, ClusterHistory
 
 PERIOD_S = 5.0
@@ -149,6 +149,7 @@ class AlertRule:
 
 RULES: Mapping[str, AlertRule] = {
     "BatonPoolEmpty": AlertRule(severity="critical", for_s=MINUTE_S, above=(0,)),
+    "BatonModelDoesNotWake": AlertRule(severity="critical", for_s=5 * MINUTE_S),
     "BatonRedisDown": AlertRule(severity="critical", for_s=MINUTE_S, above=(0,)),
     "BatonRedisFull": AlertRule(severity="critical", for_s=5 * MINUTE_S, above=(0.85,)),
     "BatonCertificateExpiresNow": AlertRule(severity="critical", for_s=5 * MINUTE_S, above=(DAY_S, 0.05)),
@@ -238,6 +239,8 @@ def _of_model(model: ServedModel, prefix: str) -> Iterator[Condition]:
             yield "BatonPoolEmpty", name, f"Pool {name} has no worker that is ready"
         if sizes.desired - sizes.ready > 0:
             yield "BatonPoolBelowDesired", name, f"Pool {name} lacks {sizes.desired - sizes.ready} of its workers"
+    if model.state is ModelState.WAKING:
+        yield "BatonModelDoesNotWake", prefix[:-1], f"{model.release} wakes, but no decode worker is ready yet"
     if model.controller is None:
         of_model = f" of {model.release}" if prefix else ""
         yield "BatonControllerDown", prefix[:-1], f"No controller manages the workers{of_model}"
