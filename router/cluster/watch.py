@@ -234,15 +234,14 @@ def _of_model(model: ServedModel, prefix: str) -> Iterator[Condition]:
         prefix: precedes the pools' names if there are several models.
     """
     is_waking = model.state is ModelState.WAKING
-    if is_waking:
-        of_model = f" {model.release}" if prefix else ""
-        yield "BatonModelDoesNotWake", prefix[:-1], f"The model{of_model} wakes, and no decode worker is ready yet"
     for pool, sizes in model.pools.items():
         name = f"{prefix}{pool}"
         if sizes.ready == 0 and sizes.desired > 0 and not is_waking:
             yield "BatonPoolEmpty", name, f"Pool {name} has no worker that is ready"
         if sizes.desired - sizes.ready > 0:
             yield "BatonPoolBelowDesired", name, f"Pool {name} lacks {sizes.desired - sizes.ready} of its workers"
+    if is_waking:
+        yield "BatonModelDoesNotWake", prefix[:-1], f"{model.release} wakes, but no decode worker is ready yet"
     if model.controller is None:
         of_model = f" of {model.release}" if prefix else ""
         yield "BatonControllerDown", prefix[:-1], f"No controller manages the workers{of_model}"

@@ -487,7 +487,7 @@ class ChoiceDriver:
 
     def _note_pull(self, run: Run, result: Fetched | CallFailed) -> None:
         if isinstance(result, Fetched):
-            self._instruments.migrations.add(1, {"pulled": str(result.num_tokens > 0).lower()})
+            self._instruments.migrations.add(1, {**self._labels, "pulled": str(result.num_tokens > 0).lower()})
             return
         worker, error = result.worker, result.error
         logger.warning("%s cannot migrate to %s: %s", run.spec.sequence_id, worker.info.label, error)
@@ -517,7 +517,9 @@ class ChoiceDriver:
             ("compute", prediction.compute_s, report.prefill_s),
         ):
             if measured_s > 0:
-                self._instruments.prediction_error.record(abs(predicted_s - measured_s) / measured_s, {"of": what})
+                self._instruments.prediction_error.record(
+                    abs(predicted_s - measured_s) / measured_s, {**self._labels, "of": what}
+                )
 
     def _transferred(self, run: Run, report: Transferred) -> None:
         """Record the prefill worker's report of the KV transfer, and learn from it."""
@@ -629,9 +631,8 @@ class ChoiceDriver:
             choice.timeline.add(happened.Placed(now_s, spec.attempt, waited_s, noted, prediction, expected))
             if is_first and not is_admitted:
                 self._admit(choice, entry, prediction)
-        self._instruments.placements.add(
-            1, {"mode": placement.mode, "prefill": placement.prefill_worker, "decode": placement.decode_worker}
-        )
+        workers = {"prefill": placement.prefill_worker, "decode": placement.decode_worker}
+        self._instruments.placements.add(1, {**self._labels, "mode": placement.mode, **workers})
         run.assignment, run.entry = assignment, entry
         run.job = Job(
             turn=entry.turn,
@@ -653,7 +654,7 @@ class ChoiceDriver:
             choice.timeline.add(happened.Refused(time.monotonic(), str(refusal)))
             raise
         for victim in victims:
-            self._instruments.shed.add(1, {"tenant": victim.tenant.id})
+            self._instruments.shed.add(1, {**self._labels, "tenant": victim.tenant.id})
             if (run := self._waiting.get(victim)) is not None:
                 run.preempt()
 

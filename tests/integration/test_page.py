@@ -157,6 +157,93 @@ def test_its_figures_are_those_of_the_metrics_of_both_routers(fleet: Fleet, chro
             assert shown == sum(metric(router, of) for router in fleet.routers) > 0
 
 
+def answer_for_models(page: Any) -> tuple[list[str], list[Any]]:
+    """Has the browser answer for a router of several models: the fleet's own, a second release of it, and another one
+    that sleeps. Returns what is asked of the router by model, and the orders.
+    """
+    asked: list[str] = []
+    orders: list[Any] = []
+
+    def status(route: Any) -> None:
+        found = route.fetch().json()
+        (own,) = found["models"]
+        none = {name: {"desired": 0, "ready": 0, "engine": []} for name in own["pools"]}
+        second = own | {"release": "second", "content_id": "second", "pools": none, "share": 0.25}
+        sleeper = {"id": "sleeper", "release": "sleeper-1", "content_id": "sleeper", "state": "asleep", "pools": none}
+        found["models"] += [second, own | sleeper | {"held": 3, "wake_s": 41.0}]
+        route.fulfill(json=found)
+
+    def by_model(route: Any) -> None:
+        url = route.request.url
+        if "model=" not in url:
+            return route.continue_()
+        asked.append(url.partition("/api/")[2])
+        return route.fulfill(json=route.fetch(url=re.sub(r"&?model=[^&]*", "", url)).json())
+
+    def order(route: Any) -> None:
+        orders.append((route.request.url.partition("/api/")[2], route.request.post_data_json))
+        route.fulfill(json={})
+
+    page.route("**/api/status", status)
+    page.route(re.compile("/api/(history|requests)[?]"), by_model)
+    page.route(re.compile("/api/(models|pools)/"), order)
+    return asked, orders
+
+
+def test_with_one_model_there_is_nothing_to_choose(fleet: Fleet, chromium: Any) -> None:
+    with opened_page(chromium, url(fleet), key=OPERATOR_KEY) as page:
+        show(page, fleet, "overview")
+        assert not page.locator("#models").is_visible()
+        assert not page.get_by_role("region", name="Models").is_visible()
+
+
+def test_one_of_several_models_can_be_shown_and_woken(fleet: Fleet, chromium: Any) -> None:
+    own = fleet.client.status()["models"][0]
+    generate(fleet, prompt="Hello", max_tokens=4)
+    with opened_page(chromium, url(fleet), key=OPERATOR_KEY) as page:
+        asked, orders = answer_for_models(page)
+        page.goto(f"{url(fleet)}#overview")
+        select, card = page.locator("#models"), page.get_by_role("region", name="Models")
+        select.wait_for()
+        named = [f"{own['id']} · {own['release']}", f"{own['id']} · second", "sleeper"]
+        assert sorted(select.locator("option").all_inner_texts()) == sorted(["all 3 models", *named])
+        card.get_by_text("no workers · 3 requests held · woke in 41.0 s last time").wait_for()
+        card.get_by_text("20 % of the sessions").wait_for()
+        page.get_by_role("list", name="Decode workers").get_by_text(f"{own['release']}/worker-").first.wait_for()
+        assert serious(page) == []
+        select.select_option("sleeper-1")
+        page.get_by_text("no decode worker").wait_for()
+        assert card.get_by_role("listitem").inner_text().startswith("asleep")
+        card.get_by_role("button", name="Wake…").click()
+        page.get_by_role("button", name="Wake it").click()
+        page.get_by_text("sleeper wakes").wait_for()
+        assert orders.pop() == ("models/wake", {"model": "sleeper-1"})
+        page.reload()
+        page.get_by_text("no decode worker").wait_for()
+        assert select.input_value() == "sleeper-1", "the choice stays"
+        page.get_by_role("link", name="Playground").click()
+        assert page.locator("main").get_by_role("combobox").input_value() == "sleeper"
+        assert '"model": "sleeper"' in page.locator("pre.code").inner_text()
+        page.get_by_role("link", name="Workers").click()
+        page.get_by_text("No workers are known.").wait_for()
+        select.select_option(own["release"])
+        page.get_by_role("region", name="worker-2", exact=True).wait_for()
+        select.select_option("")
+        pool = page.locator("section", has=page.get_by_role("heading", name=f"{named[1]}: decode pool"))
+        pool.get_by_role("spinbutton").fill("1")
+        pool.get_by_role("button", name="Scale…").click()
+        page.get_by_role("button", name="Scale to 1").click()
+        page.get_by_text(f"Scaling the decode pool of {named[1]} to 1").wait_for()
+        assert orders.pop() == ("pools/decode", {"workers": 1, "model": "second"})
+        page.get_by_role("link", name="Requests").click()
+        select.select_option(own["release"])
+        page.get_by_role("link", name="cmpl-").first.wait_for()
+        assert {f"history?since=0&model={name}" for name in ("sleeper-1", own["release"])} <= set(asked)
+        assert any(each.startswith("requests?") and each.endswith(f"model={own['release']}") for each in asked)
+        assert serious(page) == []
+        assert not is_too_wide(page)
+
+
 @pytest.mark.chaos
 def test_the_calls_that_are_shown_work_as_they_are(fleet: Fleet, chromium: Any) -> None:
     tools = Path(sys.executable).parent
@@ -261,93 +348,6 @@ def test_orders_are_given_with_an_operators_key_once_they_are_confirmed(fleet: F
         page.get_by_text("worker-2 drains", exact=True).wait_for()
         card.get_by_text("draining", exact=True).wait_for()
         assert fleet.routers[0].worker("worker-2")["state"] == "draining"
-
-
-def answer_for_models(page: Any, fleet: Fleet) -> tuple[list[str], list[Any]]:
-    """Has the browser answer for a router of several models: the fleet's own, a second release of it, and another one
-    that sleeps. Returns what is asked of the router by model, and the orders.
-    """
-    asked: list[str] = []
-    orders: list[Any] = []
-
-    def status(route: Any) -> None:
-        found = route.fetch().json()
-        (own,) = found["models"]
-        none = {name: {"desired": 0, "ready": 0, "engine": []} for name in own["pools"]}
-        second = own | {"release": "second", "content_id": "second", "pools": none, "share": 0.25}
-        sleeper = {"id": "sleeper", "release": "sleeper-1", "content_id": "sleeper", "state": "asleep", "pools": none}
-        found["models"] += [second, own | sleeper | {"held": 3, "wake_s": 41.0}]
-        route.fulfill(json=found)
-
-    def by_model(route: Any) -> None:
-        url = route.request.url
-        if "model=" not in url:
-            return route.continue_()
-        asked.append(url.partition("/api/")[2])
-        return route.fulfill(json=route.fetch(url=re.sub(r"&?model=[^&]*", "", url)).json())
-
-    def order(route: Any) -> None:
-        orders.append((route.request.url.partition("/api/")[2], route.request.post_data_json))
-        route.fulfill(json={})
-
-    page.route("**/api/status", status)
-    page.route(re.compile("/api/(history|requests)[?]"), by_model)
-    page.route(re.compile("/api/(models|pools)/"), order)
-    return asked, orders
-
-
-def test_with_one_model_there_is_nothing_to_choose(fleet: Fleet, chromium: Any) -> None:
-    with opened_page(chromium, url(fleet), key=OPERATOR_KEY) as page:
-        show(page, fleet, "overview")
-        assert not page.get_by_label("Model", exact=True).is_visible()
-        assert not page.get_by_role("region", name="Models").is_visible()
-
-
-def test_one_of_several_models_can_be_shown_and_woken(fleet: Fleet, chromium: Any) -> None:
-    own = fleet.client.status()["models"][0]
-    generate(fleet, prompt="Hello", max_tokens=4)
-    with opened_page(chromium, url(fleet), key=OPERATOR_KEY) as page:
-        asked, orders = answer_for_models(page, fleet)
-        page.goto(f"{url(fleet)}#overview")
-        select, card = page.get_by_label("Model", exact=True), page.get_by_role("region", name="Models")
-        select.wait_for()
-        named = [f"{own['id']} · {own['release']}", f"{own['id']} · second", "sleeper"]
-        assert sorted(select.locator("option").all_inner_texts()) == sorted(["all 3 models", *named])
-        card.get_by_text("no workers · 3 requests held · woke in 41.0 s last time").wait_for()
-        card.get_by_text("20 % of the sessions").wait_for()
-        page.get_by_role("list", name="Decode workers").get_by_text(f"{own['release']}/worker-").first.wait_for()
-        assert serious(page) == []
-        select.select_option("sleeper-1")
-        page.get_by_text("no decode worker").wait_for()
-        assert [each.inner_text() for each in card.get_by_role("listitem").all()][0].startswith("asleep")
-        card.get_by_role("button", name="Wake…").click()
-        page.get_by_role("button", name="Wake it").click()
-        page.get_by_text("sleeper wakes").wait_for()
-        assert orders.pop() == ("models/wake", {"model": "sleeper-1"})
-        page.reload()
-        page.get_by_text("no decode worker").wait_for()
-        assert select.input_value() == "sleeper-1", "the choice stays"
-        page.get_by_role("link", name="Playground").click()
-        assert page.get_by_label("Model", exact=True).last.input_value() == "sleeper"
-        assert '"model": "sleeper"' in page.locator("pre.code").inner_text()
-        page.get_by_role("link", name="Workers").click()
-        page.get_by_text("No workers are known.").wait_for()
-        select.first.select_option(own["release"])
-        page.get_by_role("region", name="worker-2", exact=True).wait_for()
-        select.first.select_option("")
-        pool = page.locator("section", has=page.get_by_role("heading", name=f"{named[1]}: decode pool"))
-        pool.get_by_role("spinbutton").fill("1")
-        pool.get_by_role("button", name="Scale…").click()
-        page.get_by_role("button", name="Scale to 1").click()
-        page.get_by_text(f"Scaling the decode pool of {named[1]} to 1").wait_for()
-        assert orders.pop() == ("pools/decode", {"workers": 1, "model": "second"})
-        page.get_by_role("link", name="Requests").click()
-        select.first.select_option(own["release"])
-        page.get_by_role("link", name="cmpl-").first.wait_for()
-        assert {f"history?since=0&model={name}" for name in ("sleeper-1", own["release"])} <= set(asked)
-        assert any(each.startswith("requests?") and each.endswith(f"model={own['release']}") for each in asked)
-        assert serious(page) == []
-        assert not is_too_wide(page)
 
 
 @pytest.mark.chaos

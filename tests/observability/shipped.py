@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 DASHBOARDS = ROOT / "helm/baton/dashboards"
 RULES = ROOT / "helm/baton/rules"
 JOB = "baton"
-BUILT_IN = {"$__rate_interval": "1m", "$__range": "5m", "$namespace": NAMESPACE, "$job": JOB, "$release": "baton"}
+BUILT_IN = {"$__rate_interval": "1m", "$__range": "5m", "$namespace": NAMESPACE, "$job": JOB, "$prefix": "baton"}
 """Grafana's, and the variables of which one value is always chosen. All others are at `All`."""
 
 

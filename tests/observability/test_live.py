@@ -319,7 +319,7 @@ def test_variables_have_values(seen: Seen) -> None:
             found = prometheus.get(f"label/{match[2]}/values", **{"match[]": substituted(match[1])})
             values[variable["name"]] = found
     assert values["namespace"] == [NAMESPACE]
-    assert values["release"] == [PODS[0]], "of which its pattern takes the beginning"
+    assert values["prefix"] == [PODS[0]], "of which its pattern takes the beginning"
     assert set(values["pod"]) == set(PODS), "without the stranger"
     assert values["job"] == [JOB]
     assert values["slo_class"] == ["chat", "custom", "hurried"]

@@ -184,7 +184,7 @@ def quantiles_of(title: str) -> dict[str, str]:
     panels = [panel for dashboard in dashboards().values() for panel in dashboard["panels"]]
     (panel,) = (panel for panel in panels if panel["title"] == title)
     found = {target["legendFormat"]: target["expr"] for target in panel["targets"] if "_bucket" in target["expr"]}
-    values = {"$namespace": "n", "$job": "baton", "$model": ".*", "$__rate_interval": "5m"}
+    values = {"$namespace": "n", "$job": "baton", "$model": ".*", "$release": ".*", "$__rate_interval": "5m"}
     for name, value in values.items():
         found = {legend: expression.replace(name, value) for legend, expression in found.items()}
     return found

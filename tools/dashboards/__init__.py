@@ -7,9 +7,10 @@ Each dashboard is a module with its panels: titles, expressions, and advice for 
     $cluster   the labels of one release: `namespace="$namespace", job="$job"`
     or $zero   0 if there is no value but a router is scraped: for counters that appear with their first event
 
-Every router exports the workers' gauges and counters, which it reads from Redis: `max by (worker, ...)` counts each
-worker once. Counters of requests belong to one router each: use `sum`. The hardware dashboard uses other exporters:
-NVIDIA's dcgm-exporter, the kubelet's cAdvisor and kube-state-metrics.
+Every router exports the workers' gauges and counters, which it reads from Redis: `max by (release, worker, ...)` counts
+each worker once. Workers of different models may have the same id. Counters of requests belong to one router each: use
+`sum`. The hardware dashboard uses other exporters: NVIDIA's dcgm-exporter, the kubelet's cAdvisor and
+kube-state-metrics.
 """
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "hardware",
     "kv_transfer",
     "model",
+    "models",
     "overview",
     "pools",
     "prefix_cache",

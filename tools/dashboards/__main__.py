@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tools.dashboards import autoscaling, hardware, kv_transfer, overview, pools, prefix_cache, tenants
+from tools.dashboards import autoscaling, hardware, kv_transfer, models, overview, pools, prefix_cache, tenants
 from tools.dashboards.catalogue import catalogue
 from tools.dashboards.grafana import dashboard_json, places
 from tools.dashboards.model import Dashboard
 
 DASHBOARDS: tuple[Dashboard, ...] = (
     overview.DASHBOARD,
+    models.DASHBOARD,
     pools.DASHBOARD,
     kv_transfer.DASHBOARD,
     prefix_cache.DASHBOARD,

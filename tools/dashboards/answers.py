@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from tools.dashboards.model import Kind, Lead, Panel, Section
+from tools.dashboards.model import OF_MODEL, OF_REQUESTED, Kind, Lead, Panel, Section
 
-GENERATED = 'sum(rate(baton_generation_tokens_total{$cluster, model=~"$model"}[$__rate_interval]))'
-OF_MODEL = 'gen_ai_request_model=~"$model"'
-PROMPTS = 'sum(rate(baton_prompt_tokens_total{$cluster, model=~"$model"}[$__rate_interval]))'
-ENDS = 'sum(rate(baton_finished_choices_total{$cluster, model=~"$model"}[$__rate_interval]))'
-BEGUN = f"sum(rate(gen_ai_server_time_to_first_token_seconds_count{{$cluster, {OF_MODEL}}}[$__rate_interval]))"
+GENERATED = f"sum(rate(baton_generation_tokens_total{{$cluster, {OF_MODEL}}}[$__rate_interval]))"
+PROMPTS = f"sum(rate(baton_prompt_tokens_total{{$cluster, {OF_MODEL}}}[$__rate_interval]))"
+ENDS = f"sum(rate(baton_finished_choices_total{{$cluster, {OF_MODEL}}}[$__rate_interval]))"
+BEGUN = f"sum(rate(gen_ai_server_time_to_first_token_seconds_count{{$cluster, {OF_REQUESTED}}}[$__rate_interval]))"
 
 
 def heat(histogram: str, labels: str) -> dict[str, str]:
@@ -26,7 +25,7 @@ SECTION = Section(
             "moderation. If most end by length, clients set the limit low, or the model does not stop.",
             unit="ops",
             queries={
-                "{{reason}}": 'sum by (reason) (rate(baton_finished_choices_total{$cluster, model=~"$model"}'
+                "{{reason}}": f"sum by (reason) (rate(baton_finished_choices_total{{$cluster, {OF_MODEL}}}"
                 "[$__rate_interval]))"
             },
             is_stacked=True,
@@ -56,7 +55,7 @@ SECTION = Section(
                 description=f"Requests by the number of tokens of their {what.lower()}. A new band: a new kind of "
                 f"client. {then}",
                 unit="short",
-                queries=heat(f"baton_request_{name}_tokens", ', model=~"$model"'),
+                queries=heat(f"baton_request_{name}_tokens", f", {OF_MODEL}"),
                 kind=Kind.HEAT,
                 leads=(Lead("overview", "First tokens, heat map"),),
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.dashboards.model import Dashboard, Lead, Panel, Section
+from tools.dashboards.model import MODEL, OF_MODEL, RELEASE, Dashboard, Lead, Panel, Section
 
 SIZES = Section(
     "Sizes",
@@ -16,9 +16,12 @@ SIZES = Section(
                 "see `baton status`.",
                 unit="short",
                 queries={
-                    "wanted": f'max(baton_autoscale_wanted_workers{{$cluster, pool="{pool}"}})',
-                    "desired": f'max(baton_pool_workers{{$cluster, pool="{pool}", state="desired"}})',
-                    "ready": f'max(baton_pool_workers{{$cluster, pool="{pool}", state="ready"}})',
+                    "wanted for {{release}}": "max by (release) "
+                    f'(baton_autoscale_wanted_workers{{$cluster, {OF_MODEL}, pool="{pool}"}})',
+                    "desired for {{release}}": "max by (release) "
+                    f'(baton_pool_workers{{$cluster, {OF_MODEL}, pool="{pool}", state="desired"}})',
+                    "ready for {{release}}": "max by (release) "
+                    f'(baton_pool_workers{{$cluster, {OF_MODEL}, pool="{pool}", state="ready"}})',
                 },
             )
             for pool in ("prefill", "decode")
@@ -31,7 +34,9 @@ SIZES = Section(
             "started. If it stays there, autoscale.max_workers is reached. `baton autoscale --dry-run` "
             "shows why.",
             unit="percentunit",
-            queries={"{{pool}}": "max by (pool) (baton_autoscale_utilisation{$cluster})"},
+            queries={
+                "{{release}} {{pool}}": f"max by (release, pool) (baton_autoscale_utilisation{{$cluster, {OF_MODEL}}})"
+            },
             leads=(Lead("pools", "Running sequences"), Lead("pools", "Waiting sequences")),
         ),
         Panel(
@@ -40,8 +45,9 @@ SIZES = Section(
             "below autoscale.goodput_target (0.95).",
             unit="percentunit",
             queries={
-                "met": '(sum(rate(baton_requests_slo_total{$cluster, outcome="met"}[$__rate_interval])) or $zero) / '
-                '(sum(rate(baton_requests_slo_total{$cluster, outcome!="cancelled"}[$__rate_interval])) > 0)'
+                "met": f'(sum(rate(baton_requests_slo_total{{$cluster, {OF_MODEL}, outcome="met"}}[$__rate_interval])) '
+                f'or $zero) / (sum(rate(baton_requests_slo_total{{$cluster, {OF_MODEL}, outcome!="cancelled"}}'
+                "[$__rate_interval])) > 0)"
             },
             bad_below=0.95,
             leads=(Lead("overview", "SLO attainment"),),
@@ -58,7 +64,9 @@ WORK = Section(
             "both on a decode worker, for short prompts or if prefill workers are busy. If many are "
             "aggregated and tokens are late, add prefill workers.",
             unit="ops",
-            queries={"{{mode}}": "sum by (mode) (rate(baton_placements_total{$cluster}[$__rate_interval]))"},
+            queries={
+                "{{mode}}": f"sum by (mode) (rate(baton_placements_total{{$cluster, {OF_MODEL}}}[$__rate_interval]))"
+            },
             width=8,
             is_stacked=True,
         ),
@@ -67,7 +75,10 @@ WORK = Section(
             description="Placements per second. If one worker gets far more than the others, it holds a prefix that "
             "many requests share.",
             unit="ops",
-            queries={"{{decode}}": "sum by (decode) (rate(baton_placements_total{$cluster}[$__rate_interval]))"},
+            queries={
+                "{{decode}} of {{release}}": "sum by (release, decode) "
+                f"(rate(baton_placements_total{{$cluster, {OF_MODEL}}}[$__rate_interval]))"
+            },
             width=8,
             is_stacked=True,
         ),
@@ -76,8 +87,8 @@ WORK = Section(
             description="Placements of prompts. Aggregated requests have no prefill worker.",
             unit="ops",
             queries={
-                "{{prefill}}": "sum by (prefill) "
-                '(rate(baton_placements_total{$cluster, prefill!=""}[$__rate_interval]))'
+                "{{prefill}} of {{release}}": "sum by (release, prefill) "
+                f'(rate(baton_placements_total{{$cluster, {OF_MODEL}, prefill!=""}}[$__rate_interval]))'
             },
             width=8,
             is_stacked=True,
@@ -87,7 +98,8 @@ WORK = Section(
             description="Waiting sequences, by role. More workers shorten the queue.",
             unit="short",
             queries={
-                "{{role}}": 'sum by (role) (max by (worker, role) (baton_worker_sequences{$cluster, state="waiting"}))'
+                "{{role}}": "sum by (role) (max by (release, worker, role) "
+                f'(baton_worker_sequences{{$cluster, {OF_MODEL}, state="waiting"}}))'
             },
             width=8,
         ),
@@ -96,7 +108,8 @@ WORK = Section(
             description="Workers that migrate their requests before they exit or change their role.",
             unit="short",
             queries={
-                "{{role}}": 'sum by (role) (max by (worker, role) (baton_worker_state{$cluster, state="draining"})) '
+                "{{role}}": "sum by (role) (max by (release, worker, role) "
+                f'(baton_worker_state{{$cluster, {OF_MODEL}, state="draining"}})) '
                 "or $zero"
             },
             width=8,
@@ -109,7 +122,8 @@ WORK = Section(
             "the removal of nodes; see `baton status`.",
             unit="ops",
             queries={
-                "pulled={{pulled}}": "sum by (pulled) (rate(baton_migrations_total{$cluster}[$__rate_interval])) "
+                "pulled={{pulled}}": "sum by (pulled) "
+                f"(rate(baton_migrations_total{{$cluster, {OF_MODEL}}}[$__rate_interval])) "
                 "or $zero"
             },
             width=8,
@@ -121,6 +135,6 @@ DASHBOARD = Dashboard(
     name="autoscaling",
     title="Baton / Autoscaling",
     description="Required, desired and actual pool sizes, and the autoscaler's decisions.",
-    variables=(),
+    variables=(MODEL, RELEASE),
     sections=(SIZES, WORK),
 )

@@ -50,7 +50,7 @@ def definitions(with_aliases: bool = False) -> list[Definition]:
         with_aliases: include the aliases with vLLM's names.
     """
     nobody = ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
-    return [*Instruments(lambda: nobody, vllm_model="any" if with_aliases else "").catalogue().values()]
+    return [*Instruments(lambda: nobody, shows_vllm=with_aliases).catalogue().values()]
 
 
 def series(definition: Definition) -> tuple[str, ...]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from tools.dashboards.model import Dashboard, Kind, Lead, Panel, Section, Variable
 
-OF_RELEASE = "($release-.*)?"
+OF_RELEASE = "($prefix-.*)?"
 OF_POD = f'namespace="$namespace", pod=~"$pod", pod=~"{OF_RELEASE}"'
 OF_CONTAINER = f'{OF_POD}, container!="", container!="POD"'
 
-RELEASE = Variable(
-    name="release",
+PREFIX = Variable(
+    name="prefix",
     metric="baton_build_info{$cluster}",
     label="pod",
     title="Pods' prefix",
@@ -337,6 +337,6 @@ DASHBOARD = Dashboard(
     name="hardware",
     title="Baton / Hardware",
     description="GPUs, containers and pods, as dcgm-exporter, cAdvisor and kube-state-metrics report them.",
-    variables=(RELEASE, POD),
+    variables=(PREFIX, POD),
     sections=(SOURCES, GPUS, CONTAINERS, ROUTERS, PODS),
 )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from baton.telemetry.request_metrics import DURATION_BOUNDS, STAGE_BOUNDS
-from tools.dashboards.model import ROLE, WORKER, Dashboard, Lead, Panel, Section
+from tools.dashboards.model import EACH_WORKER, MODEL, OF_MODEL, RELEASE, ROLE, WORKER, Dashboard, Lead, Panel, Section
 from tools.dashboards.overview import quantiles
 
-OF_WORKER = 'role=~"$role", worker=~"$worker"'
+OF_WORKER = f'{OF_MODEL}, role=~"$role", worker=~"$worker"'
 
 
 def per_second(counter: str, by: str, labels: str = "") -> str:
     """Return the summed rate of a workers' counter. Each worker counts once, although every router reports it."""
-    inner = ", ".join(dict.fromkeys(("worker", "role", *filter(None, by.split(", ")), *_names(labels))))
+    inner = ", ".join(dict.fromkeys(("release", "worker", "role", *filter(None, by.split(", ")), *_names(labels))))
     each = f"max by ({inner}) (rate({counter}{{$cluster, {OF_WORKER}{labels}}}[$__rate_interval]))"
     return f"sum by ({by}) ({each})" if by else f"sum({each})"
 
@@ -34,9 +34,7 @@ TRAFFIC = Section(
             "choose a narrower transfer.wire_dtype; more workers do not help.",
             unit="Bps",
             queries={
-                "{{worker}} ({{role}})": per_second(
-                    "baton_kv_transfer_bytes_total", "worker, role", ', direction="sent"'
-                )
+                EACH_WORKER: per_second("baton_kv_transfer_bytes_total", "release, worker, role", ', direction="sent"')
             },
             is_stacked=True,
             leads=(Lead("hardware", "NVLink and PCIe"), Lead("hardware", "Network")),
@@ -46,8 +44,8 @@ TRAFFIC = Section(
             description="Bytes of KV per second that a worker received in committed transfers.",
             unit="Bps",
             queries={
-                "{{worker}} ({{role}})": per_second(
-                    "baton_kv_transfer_bytes_total", "worker, role", ', direction="received"'
+                EACH_WORKER: per_second(
+                    "baton_kv_transfer_bytes_total", "release, worker, role", ', direction="received"'
                 )
             },
             is_stacked=True,
@@ -82,7 +80,7 @@ TIME = Section(
             description="Duration of a KV transfer, from the first chunk to the acknowledged commit. Most of it "
             "overlaps with the prefill.",
             unit="s",
-            queries=quantiles("baton_transfer_duration_seconds", ""),
+            queries=quantiles("baton_transfer_duration_seconds", f", {OF_MODEL}"),
             width=8,
             is_logarithmic=True,
             last_bound=DURATION_BOUNDS[-1],
@@ -101,7 +99,7 @@ TIME = Section(
             title="Stage transfer of requests",
             description="Time that requests waited for KV, as counted for the stage to blame.",
             unit="s",
-            queries=quantiles("baton_stage_duration_seconds", ', stage="transfer"'),
+            queries=quantiles("baton_stage_duration_seconds", f', {OF_MODEL}, stage="transfer"'),
             width=8,
             is_logarithmic=True,
             last_bound=STAGE_BOUNDS[-1],
@@ -127,8 +125,8 @@ TROUBLE = Section(
             "affected: `baton drain WORKER`.",
             unit="ops",
             queries={
-                "{{worker}} ({{role}}) {{direction}}": per_second(
-                    "baton_kv_transfers_total", "worker, role, direction", ', outcome="failed"'
+                "{{worker}} ({{role}}, {{release}}) {{direction}}": per_second(
+                    "baton_kv_transfers_total", "release, worker, role, direction", ', outcome="failed"'
                 )
             },
             leads=(Lead("pools", "Takes traffic", "worker"),),
@@ -160,7 +158,7 @@ TROUBLE = Section(
             description="NCCL operations that timed out; their connection was closed and reopened. If there are any, "
             "see the fabric's logs, and run `baton doctor` on both nodes.",
             unit="ops",
-            queries={"{{worker}} ({{role}})": per_second("baton_kv_nccl_stalls_total", "worker, role")},
+            queries={EACH_WORKER: per_second("baton_kv_nccl_stalls_total", "release, worker, role")},
         ),
     ),
 )
@@ -174,7 +172,7 @@ MEANS = Section(
             "connections are opened and closed all the time.",
             unit="short",
             queries={
-                "{{worker}} ({{role}})": f"max by (worker, role) (baton_kv_open_connections{{$cluster, {OF_WORKER}}})"
+                EACH_WORKER: f"max by (release, worker, role) (baton_kv_open_connections{{$cluster, {OF_WORKER}}})"
             },
             width=8,
         ),
@@ -184,8 +182,8 @@ MEANS = Section(
             "that the fast transport could not be opened.",
             unit="short",
             queries={
-                "{{transport}} {{carrier}}": f"sum by (transport, carrier) (max by (worker, transport, carrier) "
-                f"(baton_kv_connections{{$cluster, {OF_WORKER}}}))"
+                "{{transport}} {{carrier}}": "sum by (transport, carrier) "
+                f"(max by (release, worker, transport, carrier) (baton_kv_connections{{$cluster, {OF_WORKER}}}))"
             },
             width=8,
         ),
@@ -195,8 +193,7 @@ MEANS = Section(
             "slots: raise it.",
             unit="short",
             queries={
-                "{{worker}} ({{role}})": f"max by (worker, role) ("
-                f"baton_kv_staging_slots_in_use{{$cluster, {OF_WORKER}}})"
+                EACH_WORKER: f"max by (release, worker, role) (baton_kv_staging_slots_in_use{{$cluster, {OF_WORKER}}})"
             },
             width=8,
         ),
@@ -205,9 +202,7 @@ MEANS = Section(
             description="Bytes of computed KV that are pinned until they are sent. At transfer.max_unsent_mib a "
             "prefill worker starts no new prompt: the decode pool has no room, or the network is slow.",
             unit="bytes",
-            queries={
-                "{{worker}} ({{role}})": f"max by (worker, role) (baton_kv_unsent_bytes{{$cluster, {OF_WORKER}}})"
-            },
+            queries={EACH_WORKER: f"max by (release, worker, role) (baton_kv_unsent_bytes{{$cluster, {OF_WORKER}}})"},
             width=8,
             leads=(Lead("pools", "KV in use", "worker"),),
         ),
@@ -216,7 +211,7 @@ MEANS = Section(
             description="Prompt tokens per second that were pulled from another worker's cache instead of being "
             "computed.",
             unit="suffix: tok/s",
-            queries={"{{worker}} ({{role}})": per_second("baton_kv_pulled_tokens_total", "worker, role")},
+            queries={EACH_WORKER: per_second("baton_kv_pulled_tokens_total", "release, worker, role")},
             width=8,
         ),
         Panel(
@@ -225,7 +220,7 @@ MEANS = Section(
             "within transfer.pull_timeout_s. If there are many stale hints too, the mirror lags: see the "
             "prefix cache dashboard.",
             unit="ops",
-            queries={"{{worker}} ({{role}})": per_second("baton_kv_pull_failures_total", "worker, role")},
+            queries={EACH_WORKER: per_second("baton_kv_pull_failures_total", "release, worker, role")},
             width=8,
             leads=(Lead("prefix-cache", "Stale hints"),),
         ),
@@ -234,7 +229,7 @@ MEANS = Section(
             description="Bytes of KV per second that were transferred for requests. The rest of the workers' traffic "
             "is pulled prefixes.",
             unit="Bps",
-            queries={"transferred": "sum(rate(baton_transfer_bytes_total{$cluster}[$__rate_interval]))"},
+            queries={"transferred": f"sum(rate(baton_transfer_bytes_total{{$cluster, {OF_MODEL}}}[$__rate_interval]))"},
             width=8,
         ),
     ),
@@ -244,6 +239,6 @@ DASHBOARD = Dashboard(
     name="kv-transfer",
     title="Baton / KV transfer",
     description="KV between workers: traffic, durations, failures.",
-    variables=(ROLE, WORKER),
+    variables=(MODEL, RELEASE, ROLE, WORKER),
     sections=(TRAFFIC, TIME, TROUBLE, MEANS),
 )

@@ -99,12 +99,26 @@ NAMESPACE = Variable(name="namespace", metric="baton_build_info", label="namespa
 JOB = Variable(
     name="job", metric='baton_build_info{namespace="$namespace"}', label="job", title="Release", has_all=False
 )
-MODEL = Variable(name="model", metric="baton_requests_slo_total{$cluster}", label="model", title="Model")
+MODEL = Variable(name="model", metric="baton_model_share{$cluster}", label="model", title="Model")
+RELEASE = Variable(
+    name="release",
+    metric='baton_model_share{$cluster, model=~"$model"}',
+    label="release",
+    title="Release of the model",
+)
 SLO_CLASS = Variable(
     name="slo_class", metric="baton_requests_slo_total{$cluster}", label="slo_class", title="SLO class"
 )
+OF_MODEL = 'model=~"$model", release=~"$release"'
+"""Matchers of the selected models. Series of no model, as other releases of Baton wrote them, match `All`."""
+EACH_WORKER = "{{worker}} ({{role}}, {{release}})"
+"""Legend of the lines of workers."""
+OF_REQUESTED = 'gen_ai_request_model=~"$model", release=~"$release"'
+"""The same, with the label of OpenTelemetry's conventions."""
 ROLE = Variable(name="role", metric="baton_worker_info{$cluster}", label="role", title="Role")
-WORKER = Variable(name="worker", metric='baton_worker_info{$cluster, role=~"$role"}', label="worker", title="Worker")
+WORKER = Variable(
+    name="worker", metric=f'baton_worker_info{{$cluster, {OF_MODEL}, role=~"$role"}}', label="worker", title="Worker"
+)
 TENANT = Variable(name="tenant", metric="baton_tenant_requests_total{$cluster}", label="tenant", title="Tenant")
 
 

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from baton.telemetry.request_metrics import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
 from tools.dashboards import answers
-from tools.dashboards.answers import GENERATED, OF_MODEL
-from tools.dashboards.model import FIRING, MODEL, SLO_CLASS, Dashboard, Kind, Lead, Panel, Section
+from tools.dashboards.answers import GENERATED
+from tools.dashboards.model import (
+    FIRING,
+    MODEL,
+    OF_MODEL,
+    OF_REQUESTED,
+    RELEASE,
+    SLO_CLASS,
+    Dashboard,
+    Kind,
+    Lead,
+    Panel,
+    Section,
+)
 
-OF_CLASS = 'model=~"$model", slo_class=~"$slo_class"'
+OF_CLASS = f'{OF_MODEL}, slo_class=~"$slo_class"'
 
 
 def requests(outcome: str = "", by: str = "") -> str:
@@ -75,12 +87,13 @@ NOW = Section(
         ),
         Panel(
             title="Ready workers",
-            description="Ready workers of both pools, as a share of the desired ones. Below 100 % for minutes: look "
-            "at `baton status` and the controller's log.",
+            description="Ready workers of all pools, as a share of the desired ones. Empty: the models sleep. Below "
+            "100 % for minutes: look at `baton status` and the controller's log.",
             unit="percentunit",
             queries={
-                "ready": 'sum(max by (pool) (baton_pool_workers{$cluster, state="ready"})) / '
-                'sum(max by (pool) (baton_pool_workers{$cluster, state="desired"}))'
+                "ready": "sum(max by (release, pool) "
+                f'(baton_pool_workers{{$cluster, {OF_MODEL}, state="ready"}})) / (sum(max by (release, pool) '
+                f'(baton_pool_workers{{$cluster, {OF_MODEL}, state="desired"}})) > 0)'
             },
             kind=Kind.STAT,
             width=4,
@@ -88,6 +101,7 @@ NOW = Section(
             bad_below=1,
             leads=(
                 Lead("pools", "Ready and desired"),
+                Lead("models", "Models by state"),
                 Lead("pools", "Failures and unplaced workers"),
                 Lead("hardware", "Restarts"),
             ),
@@ -178,7 +192,10 @@ LATENCY = Section(
             description="Time from a request's arrival to its first token, with the objectives of the classes. If it "
             "is close to an objective, add prefill workers, or improve the prefix hit rate.",
             unit="s",
-            queries={**quantiles("gen_ai_server_time_to_first_token_seconds", f", {OF_MODEL}"), **objective("ttft")},
+            queries={
+                **quantiles("gen_ai_server_time_to_first_token_seconds", f", {OF_REQUESTED}"),
+                **objective("ttft"),
+            },
             width=8,
             is_logarithmic=True,
             last_bound=TTFT_BOUNDS[-1],
@@ -193,7 +210,7 @@ LATENCY = Section(
             description="Requests by their time to the first token. Two bands: some requests hit a cached prefix, or "
             "some wait. A rising band: a queue grows.",
             unit="s",
-            queries=answers.heat("gen_ai_server_time_to_first_token_seconds", f", {OF_MODEL}"),
+            queries=answers.heat("gen_ai_server_time_to_first_token_seconds", f", {OF_REQUESTED}"),
             kind=Kind.HEAT,
             width=8,
             leads=(Lead("overview", "Time to first token"), Lead("overview", "Prompt lengths, heat map")),
@@ -203,7 +220,10 @@ LATENCY = Section(
             description="Mean time between tokens of a request, which its ITL objective limits. If it is close to "
             "the objective, add decode workers.",
             unit="s",
-            queries={**quantiles("gen_ai_server_time_per_output_token_seconds", f", {OF_MODEL}"), **objective("itl")},
+            queries={
+                **quantiles("gen_ai_server_time_per_output_token_seconds", f", {OF_REQUESTED}"),
+                **objective("itl"),
+            },
             width=8,
             is_logarithmic=True,
             last_bound=TOKEN_BOUNDS[-1],
@@ -213,7 +233,7 @@ LATENCY = Section(
             description="Time between two consecutive tokens. A high p99 with a good mean: streams stall because of "
             "preemptions, prompts computed on decode workers, or draining workers.",
             unit="s",
-            queries={**quantiles("baton_inter_token_latency_seconds", ""), **objective("itl")},
+            queries={**quantiles("baton_inter_token_latency_seconds", f", {OF_MODEL}"), **objective("itl")},
             width=8,
             is_logarithmic=True,
             last_bound=TOKEN_BOUNDS[-1],
@@ -225,8 +245,9 @@ LATENCY = Section(
             "token.",
             unit="s",
             queries={
-                "{{stage}}": "sum by (stage) (rate(baton_stage_duration_seconds_sum{$cluster}[$__rate_interval])) / "
-                "sum by (stage) (rate(baton_stage_duration_seconds_count{$cluster}[$__rate_interval]))"
+                "{{stage}}": "sum by (stage) "
+                f"(rate(baton_stage_duration_seconds_sum{{$cluster, {OF_MODEL}}}[$__rate_interval])) / "
+                f"sum by (stage) (rate(baton_stage_duration_seconds_count{{$cluster, {OF_MODEL}}}[$__rate_interval]))"
             },
             width=8,
             is_stacked=True,
@@ -237,7 +258,7 @@ LATENCY = Section(
             unit="s",
             queries={
                 "{{stage}}": "histogram_quantile(0.99, sum by (stage, le) "
-                "(rate(baton_stage_duration_seconds_bucket{$cluster}[$__rate_interval])))"
+                f"(rate(baton_stage_duration_seconds_bucket{{$cluster, {OF_MODEL}}}[$__rate_interval])))"
             },
             width=8,
             is_logarithmic=True,
@@ -248,7 +269,7 @@ LATENCY = Section(
             description="Time from a request's arrival to its last token, which grows with the length of the "
             "response. Classes with an e2e objective show it too.",
             unit="s",
-            queries={**quantiles("gen_ai_server_request_duration_seconds", f", {OF_MODEL}"), **objective("e2e")},
+            queries={**quantiles("gen_ai_server_request_duration_seconds", f", {OF_REQUESTED}"), **objective("e2e")},
             width=8,
             is_logarithmic=True,
             last_bound=DURATION_BOUNDS[-1],
@@ -288,7 +309,7 @@ TROUBLE = Section(
             unit="reqps",
             queries={
                 "{{error_type}}": "sum by (error_type) (rate(gen_ai_server_request_duration_seconds_count{$cluster, "
-                'error_type!="", gen_ai_request_model=~"$model"}[$__rate_interval])) or $zero'
+                f'error_type!="", {OF_REQUESTED}}}[$__rate_interval])) or $zero'
             },
             width=8,
             leads=(Lead("pools", "Takes traffic"), Lead("kv-transfer", "Failures by reason")),
@@ -299,7 +320,10 @@ TROUBLE = Section(
             "see only a delay. `baton status` shows the workers, `baton status --explain REQUEST` a "
             "single request.",
             unit="reqps",
-            queries={"{{error}}": "sum by (error) (rate(baton_retries_total{$cluster}[$__rate_interval])) or $zero"},
+            queries={
+                "{{error}}": "sum by (error) "
+                f"(rate(baton_retries_total{{$cluster, {OF_MODEL}}}[$__rate_interval])) or $zero"
+            },
             width=8,
             leads=(Lead("pools", "Failures and unplaced workers"), Lead("kv-transfer", "Failures by worker")),
         ),
@@ -308,7 +332,9 @@ TROUBLE = Section(
             description="Admitted requests that were preempted before their first token in favour of tenants with "
             "fewer queued requests. The cluster is overloaded.",
             unit="reqps",
-            queries={"shed": "sum(rate(baton_admission_shed_total{$cluster}[$__rate_interval])) or $zero"},
+            queries={
+                "shed": f"sum(rate(baton_admission_shed_total{{$cluster, {OF_MODEL}}}[$__rate_interval])) or $zero"
+            },
             width=8,
         ),
         Panel(
@@ -319,7 +345,7 @@ TROUBLE = Section(
             unit="percentunit",
             queries={
                 "{{of}}": "histogram_quantile(0.9, sum by (of, le) "
-                "(rate(baton_placement_prediction_error_bucket{$cluster}[$__rate_interval])))"
+                f"(rate(baton_placement_prediction_error_bucket{{$cluster, {OF_MODEL}}}[$__rate_interval])))"
             },
             width=8,
             last_bound=ERROR_BOUNDS[-1],
@@ -329,7 +355,7 @@ TROUBLE = Section(
             description="All requests per second, including those refused as invalid, which have no SLO.",
             unit="reqps",
             queries={
-                "{{outcome}}": 'sum by (outcome) (rate(baton_requests_total{$cluster, model=~"$model"}'
+                "{{outcome}}": f"sum by (outcome) (rate(baton_requests_total{{$cluster, {OF_MODEL}}}"
                 "[$__rate_interval]))"
             },
             width=8,
@@ -342,6 +368,6 @@ DASHBOARD = Dashboard(
     name="overview",
     title="Baton / Overview",
     description="Goodput, SLO attainment, latency and the stage to blame.",
-    variables=(MODEL, SLO_CLASS),
+    variables=(MODEL, RELEASE, SLO_CLASS),
     sections=(NOW, GOODPUT, LATENCY, TROUBLE, answers.SECTION),
 )

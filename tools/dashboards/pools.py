@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from tools.dashboards.model import ROLE, WORKER, Dashboard, Kind, Lead, Panel, Section
+from tools.dashboards.model import (
+    EACH_WORKER,
+    MODEL,
+    OF_MODEL,
+    RELEASE,
+    ROLE,
+    WORKER,
+    Dashboard,
+    Kind,
+    Lead,
+    Panel,
+    Section,
+)
 
-OF_WORKER = 'role=~"$role", worker=~"$worker"'
-STATES = 'max by (worker, role, state) (baton_worker_state{$cluster, role=~"$role"})'
+OF_WORKER = f'{OF_MODEL}, role=~"$role", worker=~"$worker"'
+STATES = f'max by (release, worker, role, state) (baton_worker_state{{$cluster, {OF_MODEL}, role=~"$role"}})'
 
 SIZE = Section(
     "Size",
@@ -16,7 +28,10 @@ SIZE = Section(
             "`baton status`, then at the logs of the controller and of the worker's pod. `baton scale "
             "POOL N` sets the desired size.",
             unit="short",
-            queries={"{{pool}} {{state}}": "max by (pool, state) (baton_pool_workers{$cluster})"},
+            queries={
+                "{{release}} {{pool}} {{state}}": "max by (release, pool, state) "
+                f"(baton_pool_workers{{$cluster, {OF_MODEL}}})"
+            },
             leads=(
                 Lead("pools", "Failures and unplaced workers"),
                 Lead("autoscaling", "Utilisation"),
@@ -36,7 +51,7 @@ SIZE = Section(
             description="Green while a worker accepts requests. If a worker flaps, its log says why; `baton drain "
             "WORKER` replaces it.",
             unit="short",
-            queries={"{{worker}} ({{role}})": f"max by (worker, role) (baton_worker_ready{{$cluster, {OF_WORKER}}})"},
+            queries={EACH_WORKER: f"max by (release, worker, role) (baton_worker_ready{{$cluster, {OF_WORKER}}})"},
             kind=Kind.STATES,
             bad_below=1,
             leads=(Lead("kv-transfer", "Failures by worker", "worker"), Lead("hardware", "Last termination reasons")),
@@ -48,7 +63,7 @@ SIZE = Section(
             "only on workers with the same sampler.",
             unit="short",
             queries={
-                "": "max by (worker, role, node, engine, sampler, wire_compat, block_size) "
+                "": "max by (release, worker, role, node, engine, sampler, wire_compat, block_size) "
                 f"(baton_worker_info{{$cluster, {OF_WORKER}}})"
             },
             kind=Kind.TABLE,
@@ -60,8 +75,8 @@ SIZE = Section(
             "differ are not equally fast.",
             unit="short",
             queries={
-                "": "max by (worker, role, gpu, dtype, weights, kv_dtype, attention, graphs, fused, ranks, kv_copies, "
-                f"plans_ahead) (baton_worker_computes{{$cluster, {OF_WORKER}}})"
+                "": "max by (release, worker, role, gpu, dtype, weights, kv_dtype, attention, graphs, fused, ranks, "
+                f"kv_copies, plans_ahead) (baton_worker_computes{{$cluster, {OF_WORKER}}})"
             },
             kind=Kind.TABLE,
         ),
@@ -77,7 +92,7 @@ LOAD = Section(
             "that others pull. Even and at engine.max_num_seqs: the pool is full.",
             unit="short",
             queries={
-                "{{worker}} ({{role}})": f"max by (worker, role) ("
+                EACH_WORKER: f"max by (release, worker, role) ("
                 f'baton_worker_sequences{{$cluster, state="running", {OF_WORKER}}})'
             },
             leads=(Lead("autoscaling", "Placements by decode worker"), Lead("hardware", "GPU in use")),
@@ -89,7 +104,7 @@ LOAD = Section(
             "no free blocks for it.",
             unit="short",
             queries={
-                "{{worker}} ({{role}})": f"max by (worker, role) ("
+                EACH_WORKER: f"max by (release, worker, role) ("
                 f'baton_worker_sequences{{$cluster, state="waiting", {OF_WORKER}}})'
             },
             leads=(Lead("autoscaling", "Utilisation"), Lead("kv-transfer", "Computed but not sent", "worker")),
@@ -101,9 +116,9 @@ LOAD = Section(
             "engine.kv_cache_gib, or lower engine.output_reservation.",
             unit="percentunit",
             queries={
-                "{{worker}} ({{role}})": "max by (worker, role) (baton_kv_blocks{$cluster, "
-                f'state="in_use", {OF_WORKER}}}) / sum by (worker, role) (max by (worker, role, state) '
-                f"(baton_kv_blocks{{$cluster, {OF_WORKER}}}))"
+                EACH_WORKER: "max by (release, worker, role) (baton_kv_blocks{$cluster, "
+                f'state="in_use", {OF_WORKER}}}) / sum by (release, worker, role) '
+                f"(max by (release, worker, role, state) (baton_kv_blocks{{$cluster, {OF_WORKER}}}))"
             },
             bad_above=0.9,
             leads=(Lead("pools", "Preemptions", "worker"), Lead("prefix-cache", "Cached blocks")),
@@ -114,7 +129,7 @@ LOAD = Section(
             "were accepted: each saves its response a step. Text that does not repeat itself has none.",
             unit="short",
             queries={
-                f"{name} ({{{{kind}}}})": "sum by (kind) (max by (worker, kind) "
+                f"{name} ({{{{kind}}}})": "sum by (kind) (max by (release, worker, kind) "
                 f"(rate(baton_{name}_tokens_total{{$cluster, {OF_WORKER}}}[$__rate_interval])))"
                 for name in ("drafted", "accepted")
             },
@@ -125,7 +140,7 @@ LOAD = Section(
             "the next turn of a conversation finds no prefix.",
             unit="short",
             queries={
-                "{{role}} {{state}}": "sum by (role, state) (max by (worker, role, state) "
+                "{{role}} {{state}}": "sum by (role, state) (max by (release, worker, role, state) "
                 f"(baton_kv_blocks{{$cluster, {OF_WORKER}}}))"
             },
             is_stacked=True,
@@ -137,7 +152,7 @@ LOAD = Section(
             "the model has no states.",
             unit="short",
             queries={
-                "{{role}} {{state}}": "sum by (role, state) (max by (worker, role, state) "
+                "{{role}} {{state}}": "sum by (role, state) (max by (release, worker, role, state) "
                 f"(baton_state_rows{{$cluster, {OF_WORKER}}}))"
             },
             is_stacked=True,
@@ -148,8 +163,8 @@ LOAD = Section(
             "many as engine.max_adapters allows may load adapters again and again: raise the setting, or add workers.",
             unit="short",
             queries={
-                "registered": "max(baton_adapters_registered{$cluster})",
-                "{{worker}} ({{role}})": f"max by (worker, role) (baton_adapters_resident{{$cluster, {OF_WORKER}}})",
+                "registered for {{release}}": f"max by (release) (baton_adapters_registered{{$cluster, {OF_MODEL}}})",
+                EACH_WORKER: f"max by (release, worker, role) (baton_adapters_resident{{$cluster, {OF_WORKER}}})",
             },
         ),
         Panel(
@@ -158,8 +173,8 @@ LOAD = Section(
             "have whole experts (engine.expert_parallel). Far above 1: one rank computes while the others wait.",
             unit="short",
             queries={
-                "{{worker}} ({{role}})": "max by (worker, role) (rate(baton_expert_tokens_total"
-                f"{{$cluster, {OF_WORKER}}}[$__rate_interval])) / avg by (worker, role) "
+                EACH_WORKER: "max by (release, worker, role) (rate(baton_expert_tokens_total"
+                f"{{$cluster, {OF_WORKER}}}[$__rate_interval])) / avg by (release, worker, role) "
                 f"(rate(baton_expert_tokens_total{{$cluster, {OF_WORKER}}}[$__rate_interval]))"
             },
         ),
@@ -176,8 +191,10 @@ TROUBLE = Section(
             "`kubectl logs deployment/RELEASE-controller -c controller`.",
             unit="short",
             queries={
-                "failures of {{pool}}": "max by (pool) (increase(baton_worker_failures_total{$cluster}[10m]))",
-                "unplaced in {{pool}}": "max by (pool) (baton_unplaced_workers{$cluster})",
+                "failures of {{release}} {{pool}}": "max by (release, pool) "
+                f"(increase(baton_worker_failures_total{{$cluster, {OF_MODEL}}}[10m]))",
+                "unplaced in {{release}} {{pool}}": "max by (release, pool) "
+                f"(baton_unplaced_workers{{$cluster, {OF_MODEL}}})",
             },
             leads=(Lead("hardware", "Restarts"), Lead("hardware", "Pods without a node")),
         ),
@@ -187,7 +204,7 @@ TROUBLE = Section(
             "engine.output_reservation, and the pool has no free blocks for the rest.",
             unit="ops",
             queries={
-                "{{worker}} ({{role}})": "max by (worker, role) (rate(baton_preemptions_total{$cluster, "
+                EACH_WORKER: "max by (release, worker, role) (rate(baton_preemptions_total{$cluster, "
                 f"{OF_WORKER}}}[$__rate_interval]))"
             },
             leads=(Lead("pools", "KV in use", "worker"),),
@@ -198,8 +215,7 @@ TROUBLE = Section(
             "drain WORKER`.",
             unit="short",
             queries={
-                "{{worker}} ({{role}})": "min by (worker, role) ("
-                'baton_worker_self_check_ok{$cluster, worker=~"$worker"})'
+                EACH_WORKER: f"min by (release, worker, role) (baton_worker_self_check_ok{{$cluster, {OF_WORKER}}})"
             },
             kind=Kind.STATES,
             bad_below=1,
@@ -209,9 +225,7 @@ TROUBLE = Section(
             description="Implementations that are slower than a worker's device allows, such as attention by torch, "
             "or no CUDA graphs. Above 0: `baton doctor` names each, with the reason.",
             unit="short",
-            queries={
-                "{{worker}} ({{role}})": f"max by (worker, role) (baton_worker_fallbacks{{$cluster, {OF_WORKER}}})"
-            },
+            queries={EACH_WORKER: f"max by (release, worker, role) (baton_worker_fallbacks{{$cluster, {OF_WORKER}}})"},
             bad_above=1,
             leads=(Lead("pools", "Computing"),),
         ),
@@ -227,11 +241,12 @@ TROUBLE = Section(
         ),
         Panel(
             title="Controller",
-            description="Red: a router knows of no controller. Requests continue, but no worker is started, replaced "
-            "or "
-            "scaled. `kubectl logs deployment/RELEASE-controller -c controller`.",
+            description="Red: a router knows of no controller of a model. Requests continue, but no worker is "
+            "started, replaced or scaled. `kubectl logs deployment/RELEASE-controller -c controller`.",
             unit="short",
-            queries={"{{instance}}": "min by (instance) (baton_controller_up{$cluster})"},
+            queries={
+                "{{release}}, {{instance}}": f"min by (release, instance) (baton_controller_up{{$cluster, {OF_MODEL}}})"
+            },
             kind=Kind.STATES,
             bad_below=1,
         ),
@@ -274,8 +289,8 @@ TROUBLE = Section(
             unit="ops",
             queries={
                 "routers": "sum(rate(baton_malformed_messages_total{$cluster}[$__rate_interval]))",
-                "{{worker}}": "max by (worker) (rate(baton_member_malformed_messages_total{$cluster}"
-                "[$__rate_interval]))",
+                "{{worker}} of {{release}}": "max by (release, worker) "
+                "(rate(baton_member_malformed_messages_total{$cluster}[$__rate_interval]))",
             },
         ),
         Panel(
@@ -292,6 +307,6 @@ DASHBOARD = Dashboard(
     name="pools",
     title="Baton / Pools",
     description="Number, states and load of the workers.",
-    variables=(ROLE, WORKER),
+    variables=(MODEL, RELEASE, ROLE, WORKER),
     sections=(SIZE, LOAD, TROUBLE),
 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tools.dashboards.model import MODEL, Dashboard, Kind, Lead, Panel, Section
+from tools.dashboards.model import EACH_WORKER, MODEL, OF_MODEL, RELEASE, Dashboard, Kind, Lead, Panel, Section
 
 
 def tokens(counter: str) -> str:
-    return f'sum(rate({counter}{{$cluster, model=~"$model"}}[$__rate_interval]))'
+    return f"sum(rate({counter}{{$cluster, {OF_MODEL}}}[$__rate_interval]))"
 
 
 PROMPT, HIT, CEILING = (tokens(f"baton_{name}_tokens_total") for name in ("prompt", "prefix_hit", "prefix_ceiling"))
@@ -44,8 +44,8 @@ HITS = Section(
             description="Prompt tokens per second whose KV came from another worker's cache. They count as hits.",
             unit="suffix: tok/s",
             queries={
-                "{{worker}} ({{role}})": "max by (worker, role) (rate("
-                "baton_kv_pulled_tokens_total{$cluster}[$__rate_interval]))"
+                EACH_WORKER: "max by (release, worker, role) (rate("
+                f"baton_kv_pulled_tokens_total{{$cluster, {OF_MODEL}}}[$__rate_interval]))"
             },
             is_stacked=True,
         ),
@@ -62,7 +62,9 @@ HITS = Section(
             description="Blocks that no sequence holds and whose content can be hit. Near 0: content is evicted as "
             "soon as its sequence ends.",
             unit="short",
-            queries={"{{worker}} ({{role}})": 'max by (worker, role) (baton_kv_blocks{$cluster, state="cached"})'},
+            queries={
+                EACH_WORKER: f'max by (release, worker, role) (baton_kv_blocks{{$cluster, {OF_MODEL}, state="cached"}})'
+            },
             is_stacked=True,
             leads=(Lead("pools", "KV blocks by state"), Lead("pools", "KV in use", "worker")),
         ),
@@ -109,9 +111,10 @@ INDEX = Section(
             "states or windows, the mirror has only the blocks after which a sequence can continue.",
             unit="short",
             queries={
-                "mirror {{worker}}": "max by (worker) (baton_mirror_blocks{$cluster})",
-                "worker {{worker}}": "sum by (worker) (max by (worker, state) (baton_kv_blocks{$cluster, "
-                'state=~"cached|in_use"}))',
+                "mirror {{worker}} of {{release}}": "max by (release, worker) "
+                f"(baton_mirror_blocks{{$cluster, {OF_MODEL}}})",
+                "worker {{worker}} of {{release}}": "sum by (release, worker) (max by (release, worker, state) "
+                f'(baton_kv_blocks{{$cluster, {OF_MODEL}, state=~"cached|in_use"}}))',
             },
             width=24,
         ),
@@ -122,6 +125,6 @@ DASHBOARD = Dashboard(
     name="prefix-cache",
     title="Baton / Prefix cache",
     description="Hit rate against its ceiling, hot prefixes, and the accuracy of the index.",
-    variables=(MODEL,),
+    variables=(MODEL, RELEASE),
     sections=(HITS, INDEX),
 )

@@ -89,7 +89,7 @@ def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
 
 def test_uids_and_titles_are_unique() -> None:
     for field in ("uid", "title"):
-        assert len({dashboard[field] for dashboard in dashboards().values()}) == len(dashboards()) == 7
+        assert len({dashboard[field] for dashboard in dashboards().values()}) == len(dashboards()) == 8
 
 
 @pytest.mark.parametrize("name", dashboards())
@@ -105,7 +105,7 @@ def test_variables_are_declared_before_they_are_used_and_all_serve(name: str) ->
     for expression in (each.expression for each in shown() if each.dashboard == name):
         wanted = set(re.findall(r"\$\{?(\w+)", expression))
         assert wanted <= declared, expression
-        of_one_release = ({"namespace", "job"}, {"namespace", "release"})
+        of_one_release = ({"namespace", "job"}, {"namespace", "prefix"})
         assert any(each <= wanted for each in of_one_release), f"another release's series would be in it: {expression}"
         used |= wanted
     links = " ".join(re.findall(r'"url": "([^"]*)"', json.dumps(dashboard)))
@@ -114,14 +114,14 @@ def test_variables_are_declared_before_they_are_used_and_all_serve(name: str) ->
 
 
 def test_the_pods_of_a_release_are_known_by_those_of_its_routers() -> None:
-    (release,) = (each for each in dashboards()["hardware"]["templating"]["list"] if each["name"] == "release")
-    found = re.match(release["regex"].strip("/"), exporters.PODS[0])
+    (prefix,) = (each for each in dashboards()["hardware"]["templating"]["list"] if each["name"] == "prefix")
+    found = re.match(prefix["regex"].strip("/"), exporters.PODS[0])
     assert found
     assert found[1] == "baton"
-    assert release["hide"] == 2, "it follows from the chosen release"
+    assert prefix["hide"] == 2, "it follows from the chosen release"
     for each in shown():
         if "$pod" in each.expression:
-            assert each.expression.count('pod=~"$pod"') == each.expression.count('pod=~"($release-.*)?"') > 0, each
+            assert each.expression.count('pod=~"$pod"') == each.expression.count('pod=~"($prefix-.*)?"') > 0, each
 
 
 def test_one_of_several_values_is_matched_by_pattern() -> None:
@@ -132,7 +132,7 @@ def test_one_of_several_values_is_matched_by_pattern() -> None:
         for variable in dashboard["templating"]["list"]
         if variable.get("multi")
     }
-    assert several >= {"model", "slo_class", "tenant", "worker"}
+    assert several >= {"model", "release", "slo_class", "tenant", "worker"}
     for each in shown():
         for operator, name in re.findall(r'(=~?|!=|!~)"\$(\w+)"', each.expression):
             assert (operator == "=~") == (name in several), each
@@ -255,7 +255,7 @@ def test_a_quantile_above_the_last_bound_is_shown_as_such() -> None:
         (limits,) = panel["fieldConfig"]["overrides"]
         assert {"id": "mappings", "value": []} in limits["properties"], "an objective of that value is not above it"
         num_checked += 1
-    assert num_checked == 8
+    assert num_checked == 10
 
 
 def test_every_instrument_is_documented() -> None:

@@ -108,14 +108,14 @@ def default(**counts: float) -> Outcomes:
     return {(outcome, "default"): number for outcome, number in counts.items()}
 
 
-def model(state: ModelState) -> ServedModel:
-    pools = {"decode": PoolStatus(0, 0)}
-    return ServedModel(id="tiny", path="/tiny", release="tiny-1", state=state, pools=pools, controller=CONTROLLER)
+def in_state(state: ModelState) -> dict[str, Any]:
+    model = ServedModel(id="m", path="/m", content_id="c", release="m-1", state=state, controller=CONTROLLER)
+    return {"models": (model,)}
 
 
 CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "BatonModelDoesNotWake": ([in_state(ModelState.WAKING)], [in_state(ModelState.ASLEEP)]),
     "BatonPoolEmpty": ([{"pools": {"decode": PoolStatus(2, 0)}}], [{"pools": {"decode": PoolStatus(0, 0)}}]),
-    "BatonModelDoesNotWake": ([{"models": (model(ModelState.WAKING),)}], [{"models": (model(ModelState.ASLEEP),)}]),
     "BatonPoolBelowDesired": ([{"pools": {"decode": PoolStatus(2, 1)}}], [{"pools": {"decode": PoolStatus(1, 2)}}]),
     "BatonRedisDown": ([{"redis_ok": False}], [{}]),
     "BatonRedisFull": (
