@@ -28,6 +28,7 @@ BENCHMARKS = (
     "leases",
     "members",
     "memory",
+    "models",
     "overload",
     "permits",
     "placement",
