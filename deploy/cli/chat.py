@@ -33,6 +33,7 @@ def chat(
     options: AnswerOptions,
     address: Address = DEFAULT_ADDRESS,
     api_key: ApiKey = "",
+    *,
     model: RequestedModel = "",
     system: Annotated[str, typer.Option(help="System message.")] = "",
 ) -> None:

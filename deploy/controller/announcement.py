@@ -13,7 +13,10 @@ from baton.cluster import ModelAnnouncement, Role, RouterInfo, Worker, WorkerSta
 from baton.config import Config
 from deploy.controller.state import StateFile
 from deploy.scaling.window import of_model
-from kvstore.leases import EndpointStore
+from kvstore.leases import MODEL_LEASE_S, EndpointStore
+
+REPEAT_S = MODEL_LEASE_S / 6
+"""Time after which an unchanged announcement is written again. Routers verify each one that is written."""
 
 
 class ModelAnnouncer:
@@ -32,6 +35,9 @@ class ModelAnnouncer:
         self._endpoint = endpoint
         self.state = state
         self._content_id = content_id(config.kv_identity)
+        self._announced: tuple[str, ModelAnnouncement | None] = ("", None)
+        """Token of Redis and announcement that were written last."""
+        self._announced_s = 0.0
 
     def learn(self, leases: Iterable[Worker]) -> bool:
         """Follow the digest that the workers report. Returns whether the announcement has changed.
@@ -68,10 +74,20 @@ class ModelAnnouncer:
             is_leaving=self.is_leaving,
         )
 
-    async def announce(self) -> None:
-        """Announce the model, if its files are known. Raises StoreUnavailable."""
-        if model := self.announcement():
-            await self._endpoint.announce_model(model)
+    async def announce(self, boot: str) -> None:
+        """Announce the model if its files are known and something has changed, or REPEAT_S have passed.
+
+        Args:
+            boot: the token of Redis, which changes if Redis has lost its data.
+
+        Raises:
+            StoreUnavailable: Redis does not answer.
+        """
+        now_s, current = time.monotonic(), (boot, self.announcement())
+        if current[1] is None or (current == self._announced and now_s - self._announced_s < REPEAT_S):
+            return
+        await self._endpoint.announce_model(current[1])
+        self._announced, self._announced_s = current, now_s
 
     async def routers(self) -> tuple[RouterInfo, ...]:
         """Return the routers of the endpoint, with their counts of this model. Raises StoreUnavailable."""

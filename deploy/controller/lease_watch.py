@@ -121,8 +121,8 @@ class LeaseWatch:
         """
         await self._claim.hold()
         await self._leases.announce_controller(self.me)
-        await self.model.announce()
         current = (await self._leases.boot(), self._state.current.desired)
+        await self.model.announce(current[0])
         sizes = {role.value: size for role, size in current[1].items()}
         if current != self._last.published or not sizes.items() <= (await self._leases.get_desired()).items():
             await self._leases.set_desired(sizes)

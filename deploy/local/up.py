@@ -199,7 +199,7 @@ async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
 
 
 async def _resolved(configs: Sequence[Config], console: Console) -> list[Config]:
-    """Return the configurations with the models' folders, names and revisions, and with what tells the models apart.
+    """Return the configurations with each model's folder, name, revision, Ray namespace and state file.
 
     `router.cache_secret` and `cluster.name` are set, and with several models `router.default_model`, too.
 

@@ -42,6 +42,9 @@ START_POLL_S = 0.2
 """Longest pause between two polls until the router has seen all workers ready: its readiness and the start of
 `baton up` wait for them."""
 
+IDLE_POLLS = 3
+"""Number of polls' time between two polls of an announced model that is ready and has no request, so that many idle
+models cost a router little."""
 LOOK_S = 10.0
 """Seconds between two requests for the memory of Redis."""
 
@@ -111,7 +114,18 @@ class ModelWatch:
                 self._redis_ok = True
                 num_ready = _ready(self.pools.workers).total()
                 was_whole |= num_ready > 0 and num_ready >= sum(self._desired.values())
-            await asyncio.sleep(self._poll_s if was_whole else min(self._poll_s, START_POLL_S))
+            await asyncio.sleep(self._pause_s(was_whole))
+
+    def _pause_s(self, was_whole: bool) -> float:
+        """Return the time until the next poll.
+
+        Args:
+            was_whole: whether the model once had all of its workers.
+        """
+        if not was_whole:
+            return min(self._poll_s, START_POLL_S)
+        is_idle = not self._counts.in_flight and self.pools.state is ModelState.READY
+        return IDLE_POLLS * self._poll_s if is_idle and self.announcement.files else self._poll_s
 
     async def poll(self) -> None:
         """Read the state of the pools once. Raises StoreUnavailable."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -92,7 +92,8 @@ def _cluster(num_models: int) -> Iterator[psutil.Process]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        stack.callback(lambda: (router.send_signal(signal.SIGKILL), router.wait()))
+        stack.callback(router.wait)
+        stack.callback(router.kill)
         asyncio.run(_until_all_are_served(config, num_models))
         time.sleep(WINDOW_S)
         yield psutil.Process(router.pid)
@@ -139,8 +140,9 @@ async def _control(config: Config, keys: KeyFile, content: str, files: str, me: 
     model = ModelAnnouncement(content_id=content, name=name, path="/", release=name, files=files)
     store = RedisEndpoint(RedisConnection(config.index.url), config.cluster.endpoint, keys=keys)
     leases = RedisLeases(RedisConnection(config.index.url), content, keys=keys)
-    while True:
-        await store.announce_model(model)
+    for number in itertools.count():
+        if number % 10 == 0:
+            await store.announce_model(model)
         await leases.announce_controller(me)
         await leases.set_desired({"prefill": 0, "decode": NUM_WORKERS})
         await asyncio.sleep(1.0)

@@ -214,6 +214,8 @@ async def test_what_no_router_has_written_is_passed_over(server: RedisServer, na
         await connection.call("HSET", key, "forged", value)
         await store.write(7, "r0", ONE)
         assert await store.read([7]) == {7: {"r0": ONE}}
+    await connection.call("HSET", key, "forged", json.dumps({f"m-{number}": {} for number in range(1000)}))
+    assert await store.read([7]) == {7: {"forged": {}, "r0": ONE}}, "a release without counts is none"
     await connection.pipeline([("DEL", key), ("SET", key, "x")])
     assert await store.read([7]) == {}
     await store.write(7, "r0", {"m-1": {"x": 2}})

@@ -176,9 +176,10 @@ def answer_for_models(page: Any) -> tuple[list[str], list[Any]]:
     def by_model(route: Any) -> None:
         url = route.request.url
         if "model=" not in url:
-            return route.continue_()
+            route.continue_()
+            return
         asked.append(url.partition("/api/")[2])
-        return route.fulfill(json=route.fetch(url=re.sub(r"&?model=[^&]*", "", url)).json())
+        route.fulfill(json=route.fetch(url=re.sub(r"&?model=[^&]*", "", url)).json())
 
     def order(route: Any) -> None:
         orders.append((route.request.url.partition("/api/")[2], route.request.post_data_json))

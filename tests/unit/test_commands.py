@@ -261,6 +261,7 @@ def test_the_readme_is_short_and_every_need_is_named() -> None:
         "",
         "Claude Code",
         "a Kubernetes cluster",
+        "a Ray cluster and a Redis",
         "a cluster in trouble",
         "an NVIDIA GPU",
         "docker",

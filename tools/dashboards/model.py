@@ -114,7 +114,7 @@ OF_MODEL = 'model=~"$model", release=~"$release"'
 EACH_WORKER = "{{worker}} ({{role}}, {{release}})"
 """Legend of the lines of workers."""
 OF_REQUESTED = 'gen_ai_request_model=~"$model", release=~"$release"'
-"""The same, with the label of OpenTelemetry's conventions."""
+"""Matchers of the selected models in histograms that have the labels of OpenTelemetry's conventions."""
 ROLE = Variable(name="role", metric="baton_worker_info{$cluster}", label="role", title="Role")
 WORKER = Variable(
     name="worker", metric=f'baton_worker_info{{$cluster, {OF_MODEL}, role=~"$role"}}', label="worker", title="Worker"
