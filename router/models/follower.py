@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.cluster import ModelAnnouncement, WorkerState
@@ -52,6 +52,7 @@ class _Loading:
     """A model that is being loaded, or could not be loaded and waits for the next attempt."""
 
     announced: ModelAnnouncement
+    """The newest announcement, which the next attempt loads."""
     task: asyncio.Task[ModelEntry]
     num_failures: int = 0
     again_s: float = 0.0
@@ -65,6 +66,7 @@ class ModelFollower:
 
     Args:
         own: entry of the model of the router's own configuration, which is served from the start; None: there is none.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -74,12 +76,15 @@ class ModelFollower:
         store: EndpointStore,
         files: ModelFileCache,
         own: ModelEntry | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._table = table
         self._shared = shared
         self._store = store
         self._files = files
         self._own = own
+        self._clock = clock
         self._serving: dict[str, _Serving] = {}
         self._loading: dict[str, _Loading] = {}
         self._retired: list[_Serving] = []
@@ -121,7 +126,8 @@ class ModelFollower:
 
     async def close(self) -> None:
         """Close all entries. Call this when `run` has ended."""
-        await cancel_and_wait([each.task for each in self._loading.values()])
+        for loading in self._loading.values():
+            await _give_up(loading)
         entries = [each.entry for each in (*self._serving.values(), *self._retired)]
         if not entries and self._own is not None:
             entries = [self._own]
@@ -134,11 +140,12 @@ class ModelFollower:
         self.has_read = True
         for each in announced.values():
             self._see(each)
-        now_s = time.monotonic()
+        now_s = self._clock()
         for content, serving in self._serving.items():
             self._note_missing(serving, content in announced, now_s)
-        for content in [content for content in self._loading if content not in announced]:
-            await cancel_and_wait([self._loading.pop(content).task])
+        wanted = {content for content, each in announced.items() if not each.is_leaving}
+        for content in self._loading.keys() - wanted:
+            await _give_up(self._loading.pop(content))
         for content in list(self._loading):
             self._finish_loading(self._loading[content], tasks, now_s)
         await self._close_left()
@@ -161,7 +168,9 @@ class ModelFollower:
                 serving.is_leaving = False
                 self._table.put(serving.entry.release)
                 return
-        if content not in self._loading and self._has_room(serving is not None):
+        if (loading := self._loading.get(content)) is not None:
+            loading.announced = announced
+        elif self._has_room(serving is not None):
             self._begin_loading(announced)
 
     def _has_room(self, is_replaced: bool) -> bool:
@@ -266,6 +275,13 @@ class ModelFollower:
                 await entry.watch.poll()
                 undo.pop_all()
                 return entry
+
+
+async def _give_up(loading: _Loading) -> None:
+    """Cancel an attempt to load a model, or close the entry that it has built already."""
+    await cancel_and_wait([loading.task])
+    if not loading.task.cancelled() and loading.task.exception() is None:
+        await loading.task.result().close()
 
 
 async def _sources(stores: ModelStores, digest: str) -> list[FileSource]:

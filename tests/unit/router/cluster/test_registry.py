@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.cluster import RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import RoutedModel, RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.errors import StoreUnavailable
 from baton.rpc import MalformedCount
 from baton.tasks import cancel_and_wait
@@ -151,6 +151,68 @@ async def test_a_router_says_how_many_workers_it_knows_to_be_ready() -> None:
             await asyncio.sleep(POLL_S)
         assert said == [1]
         assert {worker.info.id for worker in pools.workers} >= {"ready"}
+
+
+async def test_each_model_has_its_own_counts_and_workers() -> None:
+    counts = {"llama": SloCounts(met=5, missed=2, rejected=1, in_flight=4), "qwen": SloCounts(met=7)}
+    held = {"llama": 3, "qwen": 0}
+    stores = {name: MemoryStore() for name in counts}
+    redis, watches = RedisConnection("redis://127.0.0.1:1/0"), list[ModelWatch]()
+    for name, store in stores.items():
+        mirror, leases = Mirror(), MemoryLeases(store, lease_s=600)
+        await leases.set_desired({"decode": len(watches) + 1})
+        await joins(leases, f"{name}-worker")
+        watch = ModelWatch(
+            model_announcement(f"{name}-1", name=name, wake_s=2.5),
+            leases=leases,
+            pools=PoolView(mirror.lookup, time.monotonic),
+            client=WorkerClient(),
+            follower=MirrorFollower(MemoryIndex(store), mirror),
+            counts=counts[name],
+            num_held=lambda name=name: held[name],  # type: ignore[misc]
+            adapters=MemoryAdapters(store),
+            poll_s=POLL_S,
+            lease_s=600,
+        )
+        await watch.poll()
+        watches.append(watch)
+    shared = MemoryEndpoint(MemoryStore())
+    endpoint = EndpointWatch(
+        shared,
+        lambda: watches,
+        me=RouterInfo(id="r", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0),
+        redis=redis,
+        malformed=MalformedCount(),
+        dependencies=Dependencies(redis, {}),
+        poll_s=POLL_S,
+    )
+    await shared.announce_router(
+        RouterInfo(
+            id="s",
+            pid=1,
+            grpc="h:3",
+            http="h:4",
+            mirror_lag_s=0.0,
+            models=(RoutedModel(content_id="qwen-1", met=1, missed=0, rejected=0, ready_workers=0, held=6),),
+        )
+    )
+    running = asyncio.create_task(endpoint.run())
+    await until(lambda: len(endpoint.routers) == 2)
+    me = next(each for each in endpoint.routers if each.id == "r")
+    assert (me.met, me.missed, me.rejected, me.ready_workers) == (12, 2, 1, 2)
+    llama, qwen = me.of_model("llama-1"), me.of_model("qwen-1")
+    assert (llama.met, llama.missed, llama.in_flight, llama.held, llama.ready_workers) == (5, 2, 4, 3, 1)
+    assert (qwen.met, qwen.missed, qwen.in_flight, qwen.held, qwen.ready_workers) == (7, 0, 0, 0, 1)
+    whole, one = endpoint.status(), endpoint.status({"qwen-1"})
+    assert [(each.id, each.held, each.pools["decode"].desired) for each in whole.models] == [
+        ("llama", 3, 1),
+        ("qwen", 6, 2),
+    ]
+    assert (whole.pools["decode"].desired, whole.pools["decode"].ready) == (3, 2)
+    assert [each.id for each in one.models] == ["qwen"]
+    assert [each.info.id for each in one.workers] == ["qwen-worker"]
+    assert one.pools["decode"].desired == 2
+    await cancel_and_wait([running])
 
 
 class CountedLeases(MemoryLeases):
