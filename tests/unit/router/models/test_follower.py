@@ -352,9 +352,9 @@ async def test_the_time_without_an_announcement_begins_anew_after_one(scene: Mak
             await now.polls()
             now.clock.now_s += 0.6 * MODEL_LEASE_S
             await now.polls()
+            assert now.served == {"llama"}
             await now.announce(LLAMA)
             await now.polls()
-        assert now.served == {"llama"}
 
 
 async def test_workers_keep_a_model_whose_announcement_is_missing(scene: Make) -> None:

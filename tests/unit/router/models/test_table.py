@@ -81,6 +81,12 @@ def test_a_tenant_sees_and_uses_only_its_models() -> None:
         )
         with pytest.raises(ModelNotFound):
             table.card(hidden, ACME)
+    for near, hidden in (("qwem", "qwen"), ("cooks", "cook")):
+        with pytest.raises(ModelNotFound, match=hidden):
+            table.service(near, DEFAULT_TENANT, never)
+        with pytest.raises(ModelNotFound) as caught:
+            table.service(near, ACME, never)
+        assert hidden not in str(caught.value).replace(near, "")
 
 
 def test_a_model_that_leaves_is_not_found() -> None:
@@ -94,7 +100,7 @@ def test_a_model_that_leaves_is_not_found() -> None:
         table.service("llama", DEFAULT_TENANT, never)
 
 
-def test_the_version_changes_with_adapters_and_limits() -> None:
+def test_the_version_changes_with_adapters_limits_and_names() -> None:
     service = Service("llama")
     table = table_of(service)
     first = table.version
@@ -103,7 +109,12 @@ def test_the_version_changes_with_adapters_and_limits() -> None:
     second = table.version
     assert second != first
     service.facts.max_model_len = 50
-    assert table.version != second
+    third = table.version
+    assert third != second
+    table.put(release(service))
+    assert table.version == third, "nothing has changed"
+    table.put(release(service, name="lama"))
+    assert table.version != third
 
 
 # -- several releases of one name --------------------------------------------------------------------------------------
