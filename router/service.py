@@ -83,8 +83,7 @@ from router.serve import (
     RequestImages,
     prompt_bytes,
 )
-from router.timeline.events import Timeline
-from router.timeline.log import UNKNOWN_INGRESS, Ingress, RequestLog, Served
+from router.timeline.log import UNKNOWN_INGRESS, Ingress, Recording, RequestLog, Served
 from router.timeline.usage_log import UsageBook
 
 
@@ -268,22 +267,14 @@ class RouterService:
             past = await self._calls.take_over(key) if request.resume_from else None
             slot: AbstractContextManager[object] = self._limiter.slot(key.request_id, params.num_answers, tenant)
             if self._holding.is_needed:
-                recording.charge = self._accounts.arrive(tenant, params.num_answers, name)
-                slot, claim = await self._held(timeline, claim, params.num_answers, request.prompt)
+                slot, claim = await self._held(recording, claim, params.num_answers, request.prompt)
                 facts = self.facts.of(tenant, name)  # the workers' limits are known now
-            with (
-                slot,
-                self._calls.entered(key) as call,
-                self._image_memory.holding(request.prompt, tenant.id) as encoded,
-            ):
+            images = self._image_memory.holding(request.prompt, tenant.id)
+            with slot, self._calls.entered(key) as call, images as encoded:
                 if not claim.was_held:
                     recording.charge = self._accounts.arrive(tenant, params.num_answers, name)
                 prompt = await self._prompt(request, encoded, params, tenant)
-                params = with_lengths(
-                    params, request.sampling, len(prompt.token_ids), facts, shortens=request.shortens_answer
-                )
-                check_resume(request, params)
-                params, plan = await self._planned(request.prompt, prompt.token_ids, params, tenant)
+                params, plan = await self._planned(request, prompt.token_ids, params, facts, tenant)
                 await recording.charge.book(len(prompt.token_ids), self._num_to_reserve(request, params))
                 spec = self._sequence(key.request_id, prompt, params, tenant, adapter)
                 digest = digest_of(self.model.content_id, spec)
@@ -308,13 +299,16 @@ class RouterService:
             self._limiter.record(time.monotonic() - timeline.arrived_s)
 
     async def _held(
-        self, timeline: Timeline, claim: Claim, num_answers: int, prompt: PromptInput
+        self, recording: Recording, claim: Claim, num_answers: int, prompt: PromptInput
     ) -> tuple[AbstractContextManager[object], Claim]:
-        """Hold a request until its model is awake, and return its slots of the limiter and its claim from then on.
+        """Charge a request, hold it until its model is awake, and return its slots of the limiter and its new claim.
 
         Raises:
+            QuotaExceeded: see `Accounts.arrive`.
             ModelWaking, NoWorker, InvalidRequest: see `Holding.until_awake`.
         """
+        timeline = recording.timeline
+        recording.charge = self._accounts.arrive(claim.tenant, num_answers, timeline.model)
         released = await self._holding.until_awake(timeline.request_id, num_answers, claim, prompt_bytes(prompt))
         timeline.add(released.event)
         return released.slot, released.claim
@@ -399,13 +393,20 @@ class RouterService:
         return num_tokens * (params.num_beams if params.use_beam_search else params.num_answers)
 
     async def _planned(
-        self, prompt: PromptInput, prompt_ids: Sequence[int], params: SamplingParams, tenant: Tenant
+        self,
+        request: GenerateRequest,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        facts: ModelFacts,
+        tenant: Tenant,
     ) -> tuple[SamplingParams, AnswerPlan | None]:
-        """Return the parameters for the workers with tool choice and reasoning applied, and the plan of the answer.
+        """Return the parameters for the workers with lengths, tool choice and reasoning, and the plan of the answer.
 
         The plan assigns the parts of the answer to the fields of the response. The answer's structure is checked.
         """
-        tokenizer, form = self.model.tokenizer, self.model.format
+        params = with_lengths(params, request.sampling, len(prompt_ids), facts, shortens=request.shortens_answer)
+        check_resume(request, params)
+        prompt, tokenizer, form = request.prompt, self.model.tokenizer, self.model.format
         plan = None
         if isinstance(prompt, Chat):
             plan = form.plan(prompt, prompt_ids, tokenizer, params)

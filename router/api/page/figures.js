@@ -141,7 +141,7 @@ export function overview(slots, { nowS, slotS, spanS, bounds, prompts = "" }) {
 export const workerKey = (worker) => (worker.release ? `${worker.release}/${worker.id}` : worker.id);
 
 const isShared = (model, models) => models.filter((each) => each.id === model.id).length > 1;
-const nameOf = (model, models) => (isShared(model, models) ? `${model.id} · ${model.release}` : model.id);
+const nameOf = (model, models) => (!isShared(model, models) ? model.id : model.release.startsWith(model.id) ? model.release : `${model.id} · ${model.release}`);
 
 // Returns the models to choose from, by name: [{release, name}]. The name has the release if several have the model's name.
 export function modelNames(models) {
