@@ -583,6 +583,7 @@ async def test_a_real_model_lives_as_long_as_a_worker_or_its_controller_does(
         await until(lambda: entry.watch.controller() is not None)
         await leases.release("w", info.epoch)
         await until(lambda: not entry.pools.workers)
+        await now.polls()
         now.clock.now_s += MODEL_LEASE_S + 1
         await now.polls()
         assert now.served == {"llama"}
