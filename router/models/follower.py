@@ -29,6 +29,8 @@ POLL_S = 1.0
 """Longest pause between two reads of the announcements, so that a new model is served within seconds."""
 RETRY_S = (1.0, 2.0, 5.0, 10.0)
 """Pauses before a model is loaded again that could not be loaded."""
+LINGER_S = 2.0
+"""Time for which an entry stays after its last request: another may have found its service, and not begun yet."""
 LOADS_AT_ONCE = 2
 """Number of models that are loaded at a time: loading keeps a processor busy."""
 
@@ -45,6 +47,16 @@ class _Serving:
     """Monotonic time since which nothing shows that the model exists; None: it does."""
     is_leaving: bool = False
     """True if the table has no release of it any more."""
+    unused_since_s: float | None = None
+    """Monotonic time since which it has no request; None: it has some, or serves new ones."""
+
+    def is_unused(self, now_s: float) -> bool:
+        """Return whether an entry that gets no new requests has had none for `LINGER_S`. Call this at each poll."""
+        if self.entry.counts.in_flight:
+            self.unused_since_s = None
+        elif self.unused_since_s is None:
+            self.unused_since_s = now_s
+        return self.unused_since_s is not None and now_s - self.unused_since_s >= LINGER_S
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +153,7 @@ class ModelFollower:
             await cancel_and_wait([self._loading.pop(content).task])
         for content in list(self._loading):
             self._finish_loading(self._loading[content], tasks, now_s)
-        await self._close_left()
+        await self._close_left(now_s)
 
     # -- seeing --------------------------------------------------------------------------------------------------------
 
@@ -158,7 +170,7 @@ class ModelFollower:
             now = _adopted(known, announced) if serving.is_own else announced
             if serving.is_own or not _is_loaded_anew(known, announced):
                 serving.entry.watch.announcement = now
-                serving.is_leaving = False
+                serving.is_leaving, serving.unused_since_s = False, None
                 self._table.put(serving.entry.release)
                 return
         if content not in self._loading and self._has_room(serving is not None):
@@ -191,25 +203,18 @@ class ModelFollower:
             self._table.drop(entry.model.content_id)
             logger.info("%s is no longer served; its running requests complete", entry.announcement.name)
 
-    async def _close_left(self) -> None:
+    async def _close_left(self, now_s: float) -> None:
         """Close the entries of models that have left and whose last requests have ended."""
-        left = {
-            content: serving
-            for content, serving in self._serving.items()
-            if serving.is_leaving and not serving.is_own and not serving.entry.counts.in_flight
-        }
-        for content in left:
-            del self._serving[content]
-        replaced = [each for each in self._retired if not each.entry.counts.in_flight]
-        self._retired = [each for each in self._retired if each.entry.counts.in_flight]
-        for each in (*left.values(), *replaced):
+        for content, serving in [*self._serving.items()]:
+            if serving.is_leaving and not serving.is_own and serving.is_unused(now_s):
+                self._retired.append(self._serving.pop(content))
+        for each in [each for each in self._retired if each.is_unused(now_s)]:
             await cancel_and_wait([each.running])
             await each.entry.close()
-        if left or replaced:
-            used = {each.entry.announcement.files for each in (*self._serving.values(), *self._retired)}
-            for each in (*left.values(), *replaced):
-                if each.entry.announcement.files not in used:
-                    self._files.release(each.entry.announcement.files)
+            self._retired.remove(each)
+            used = {other.entry.announcement.files for other in (*self._serving.values(), *self._retired)}
+            if (files := each.entry.announcement.files) not in used:
+                self._files.release(files)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
@@ -227,12 +232,12 @@ class ModelFollower:
             del self._loading[announced.content_id]
             self._serve(loading.task.result(), tasks)
             return
-        if not isinstance(error, BatonError):
-            raise error
         if not loading.again_s:
             loading.again_s = now_s + RETRY_S[min(loading.num_failures, len(RETRY_S) - 1)]
             if str(error) != loading.problem:
-                logger.warning("%s cannot be served yet: %s", announced.name, error)
+                # Code that reads the files may raise any error: it must not end what serves the other models.
+                trace = None if isinstance(error, BatonError) else error
+                logger.warning("%s cannot be served yet: %s", announced.name, error, exc_info=trace)
                 loading.problem = str(error)
         elif now_s >= loading.again_s:
             self._begin_loading(announced, loading.num_failures + 1, loading.problem)
