@@ -64,6 +64,8 @@ class _Loading:
     """A model that is being loaded, or could not be loaded and waits for the next attempt."""
 
     announced: ModelAnnouncement
+    latest: ModelAnnouncement
+    """The latest announcement, with which the next attempt is made."""
     task: asyncio.Task[ModelEntry]
     num_failures: int = 0
     again_s: float = 0.0
@@ -96,6 +98,8 @@ class ModelFollower:
         self._loading: dict[str, _Loading] = {}
         self._retired: list[_Serving] = []
         """Replaced entries whose last requests still run."""
+        self._digests: set[str] = set()
+        """Digests of the files that may not be removed."""
         self._turns = asyncio.Semaphore(LOADS_AT_ONCE)
         self._is_full = False
         """True if the log already reports that further models are ignored."""
@@ -133,7 +137,8 @@ class ModelFollower:
 
     async def close(self) -> None:
         """Close all entries. Call this when `run` has ended."""
-        await cancel_and_wait([each.task for each in self._loading.values()])
+        for loading in self._loading.values():
+            await _abandon(loading)
         entries = [each.entry for each in (*self._serving.values(), *self._retired)]
         if not entries and self._own is not None:
             entries = [self._own]
@@ -149,11 +154,14 @@ class ModelFollower:
         now_s = time.monotonic()
         for content, serving in self._serving.items():
             self._note_missing(serving, content in announced, now_s)
-        for content in [content for content in self._loading if content not in announced]:
-            await cancel_and_wait([self._loading.pop(content).task])
+        for content in [*self._loading]:
+            if content not in announced or announced[content].is_leaving:
+                await _abandon(self._loading[content])
+                del self._loading[content]
         for content in list(self._loading):
             self._finish_loading(self._loading[content], tasks, now_s)
         await self._close_left(now_s)
+        self._release_files()
 
     # -- seeing --------------------------------------------------------------------------------------------------------
 
@@ -173,7 +181,9 @@ class ModelFollower:
                 serving.is_leaving, serving.unused_since_s = False, None
                 self._table.put(serving.entry.release)
                 return
-        if content not in self._loading and self._has_room(serving is not None):
+        if (loading := self._loading.get(content)) is not None:
+            loading.latest = announced
+        elif self._has_room(serving is not None):
             self._begin_loading(announced)
 
     def _has_room(self, is_replaced: bool) -> bool:
@@ -212,16 +222,22 @@ class ModelFollower:
             await cancel_and_wait([each.running])
             await each.entry.close()
             self._retired.remove(each)
-            used = {other.entry.announcement.files for other in (*self._serving.values(), *self._retired)}
-            if (files := each.entry.announcement.files) not in used:
-                self._files.release(files)
+
+    def _release_files(self) -> None:
+        """Allow the removal of files that no entry has any more and none is loaded with."""
+        used = {each.entry.announcement.files for each in (*self._serving.values(), *self._retired)}
+        used |= {each.announced.files for each in self._loading.values()}
+        for digest in self._digests - used:
+            self._files.release(digest)
+        self._digests &= used
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
     def _begin_loading(self, announced: ModelAnnouncement, num_failures: int = 0, problem: str = "") -> None:
         task = asyncio.create_task(self._load(announced), name=f"load {announced.name}")
-        loading = _Loading(announced=announced, task=task, num_failures=num_failures, problem=problem)
-        self._loading[announced.content_id] = loading
+        self._loading[announced.content_id] = _Loading(
+            announced=announced, latest=announced, task=task, num_failures=num_failures, problem=problem
+        )
 
     def _finish_loading(self, loading: _Loading, tasks: asyncio.TaskGroup, now_s: float) -> None:
         """Serve a model that is loaded, or try again later."""
@@ -239,8 +255,10 @@ class ModelFollower:
                 trace = None if isinstance(error, BatonError) else error
                 logger.warning("%s cannot be served yet: %s", announced.name, error, exc_info=trace)
                 loading.problem = str(error)
+        elif _is_loaded_anew(announced, loading.latest):
+            self._begin_loading(loading.latest)
         elif now_s >= loading.again_s:
-            self._begin_loading(announced, loading.num_failures + 1, loading.problem)
+            self._begin_loading(loading.latest, loading.num_failures + 1, loading.problem)
 
     def _serve(self, entry: ModelEntry, tasks: asyncio.TaskGroup) -> None:
         content = entry.model.content_id
@@ -261,6 +279,7 @@ class ModelFollower:
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(stores.close)
             async with self._turns:
+                self._digests.add(announced.files)
                 folder = await self._files.folder(announced.files, await _sources(stores, announced.files))
                 default = self._shared.config.router.default_max_tokens
                 model = await asyncio.to_thread(load_model, folder, "", announced, default)
@@ -271,6 +290,13 @@ class ModelFollower:
                 await entry.watch.poll()
                 undo.pop_all()
                 return entry
+
+
+async def _abandon(loading: _Loading) -> None:
+    """Stop loading a model, and close its entry if it is loaded already."""
+    await cancel_and_wait([loading.task])
+    if not loading.task.cancelled() and loading.task.exception() is None:
+        await loading.task.result().close()
 
 
 async def _sources(stores: ModelStores, digest: str) -> list[FileSource]:

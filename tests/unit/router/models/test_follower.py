@@ -15,6 +15,7 @@ from baton.errors import ModelLoadError, ModelNotFound
 from router.admission import SloCounts
 from router.admission.tenants import DEFAULT_TENANT
 from router.models import follower as module
+from router.models.entry import ModelEntry, ModelStores
 from router.models.follower import ModelFollower
 from router.models.table import ModelTable
 from tests.support.builders import model_announcement
@@ -118,8 +119,8 @@ async def router(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Router]:
     monkeypatch.setattr(module, "LINGER_S", 0.1)
     monkeypatch.setattr(module, "_sources", nothing)
     monkeypatch.setattr(module, "load_model", made.load)
-    monkeypatch.setattr(module.ModelStores, "connect", lambda *_: SimpleNamespace(close=nothing))
-    monkeypatch.setattr(module.ModelEntry, "build", made.build)
+    monkeypatch.setattr(ModelStores, "connect", lambda *_: SimpleNamespace(close=nothing))
+    monkeypatch.setattr(ModelEntry, "build", made.build)
     running = asyncio.create_task(made.follower.run())
     yield made
     ended_early = running.done()
@@ -166,3 +167,57 @@ async def test_an_entry_stays_for_the_request_that_has_found_it_and_not_begun(ro
     old.counts.in_flight = 0
     await until(lambda: old.num_closed, 5)
     assert router.serves()
+
+
+async def test_a_model_whose_files_have_changed_while_it_could_not_be_loaded_is_loaded_with_the_new_ones(
+    router: Router,
+) -> None:
+    router.failures["0" * 64] = ModelLoadError("no worker provides these files any more")
+    router.announced = [model_announcement(files="0" * 64)]
+    await until(lambda: "0" * 64 in router.held, 5)
+    router.announced = [model_announcement(files="1" * 64)]
+    await until(router.serves, 5)
+
+
+async def test_a_model_that_leaves_while_it_is_loaded_is_not_served(router: Router) -> None:
+    router.may_start.clear()
+    router.announced = [model_announcement()]
+    await until(lambda: router.entries, 5)
+    router.announced = [model_announcement(is_leaving=True)]
+    await until(lambda: router.entries[0].num_closed, 5)
+    router.may_start.set()
+    await asyncio.sleep(0.05)
+    assert not router.serves()
+
+
+async def test_an_entry_that_is_loaded_when_its_announcement_is_gone_is_closed(router: Router) -> None:
+    """An announcement that comes and goes must not leave processes and connections behind."""
+    router.may_start.clear()
+    router.announced = [model_announcement()]
+    await until(lambda: router.entries, 5)
+    router.announced = []
+    router.may_start.set()
+    await until(lambda: router.entries[0].num_closed, 5)
+
+
+async def test_files_stay_while_a_model_that_has_the_same_ones_is_loaded(router: Router) -> None:
+    router.announced = [model_announcement()]
+    await until(router.serves, 5)
+    router.may_start.clear()
+    same = model_announcement(OTHER, name="other")
+    router.announced.append(same)
+    await until(lambda: len(router.entries) == 2, 5)
+    router.announced = [model_announcement(is_leaving=True), same]
+    await until(lambda: router.entries[0].num_closed, 5)
+    assert router.held == {"f" * 64}
+    router.announced = []
+    await until(lambda: not router.held, 5)
+    router.may_start.set()
+
+
+async def test_files_of_a_model_that_could_not_be_loaded_may_be_removed(router: Router) -> None:
+    router.failures["0" * 64] = ModelLoadError("not valid")
+    router.announced = [model_announcement(files="0" * 64)]
+    await until(lambda: "0" * 64 in router.held, 5)
+    router.announced = []
+    await until(lambda: not router.held, 5)
