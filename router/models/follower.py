@@ -29,6 +29,8 @@ POLL_S = 1.0
 """Longest pause between two reads of the announcements, so that a new model is served within seconds."""
 RETRY_S = (1.0, 2.0, 5.0, 10.0)
 """Pauses before a model is loaded again that could not be loaded."""
+RERUN_S = 1.0
+"""Pause before an entry that has failed runs again."""
 LINGER_S = 2.0
 """Time for which an entry stays after its last request: another may have found its service, and not begun yet."""
 LOADS_AT_ONCE = 2
@@ -128,7 +130,7 @@ class ModelFollower:
         """Follow until cancelled. While Redis is away, the known models are served."""
         async with asyncio.TaskGroup() as tasks:
             if self._own is not None:
-                running = tasks.create_task(self._own.run(), name="own model")
+                running = tasks.create_task(_kept_running(self._own), name="own model")
                 self._serving[self._own.model.content_id] = _Serving(entry=self._own, running=running, is_own=True)
             while True:
                 with contextlib.suppress(StoreUnavailable):
@@ -264,7 +266,7 @@ class ModelFollower:
         content = entry.model.content_id
         if (replaced := self._serving.get(content)) is not None:
             self._retired.append(replaced)
-        running = tasks.create_task(entry.run(), name=f"model {entry.announcement.name}")
+        running = tasks.create_task(_kept_running(entry), name=f"model {entry.announcement.name}")
         self._serving[content] = _Serving(entry=entry, running=running)
         self._table.put(entry.release)
         logger.info("%s is served, from release %s", entry.announcement.name, entry.announcement.release)
@@ -290,6 +292,17 @@ class ModelFollower:
                 await entry.watch.poll()
                 undo.pop_all()
                 return entry
+
+
+async def _kept_running(entry: ModelEntry) -> None:
+    """Run an entry until cancelled. An error of one model must not end what serves the others."""
+    while True:
+        try:
+            await entry.run()
+        except Exception:
+            name = entry.announcement.name
+            logger.exception("%s is served from its last known state for %g s: its entry failed", name, RERUN_S)
+        await asyncio.sleep(RERUN_S)
 
 
 async def _abandon(loading: _Loading) -> None:

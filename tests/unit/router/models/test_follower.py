@@ -116,6 +116,7 @@ async def router(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Router]:
         return []
 
     monkeypatch.setattr(module, "RETRY_S", (0.01,))
+    monkeypatch.setattr(module, "RERUN_S", 0.01)
     monkeypatch.setattr(module, "LINGER_S", 0.1)
     monkeypatch.setattr(module, "_sources", nothing)
     monkeypatch.setattr(module, "load_model", made.load)
@@ -221,3 +222,12 @@ async def test_files_of_a_model_that_could_not_be_loaded_may_be_removed(router: 
     await until(lambda: "0" * 64 in router.held, 5)
     router.announced = []
     await until(lambda: not router.held, 5)
+
+
+async def test_an_error_of_one_model_does_not_end_the_others(router: Router) -> None:
+    router.runs_fail = 2
+    router.announced = [model_announcement(), model_announcement(OTHER, name="other")]
+    await until(lambda: router.serves() and router.serves("other"), 5)
+    await until(lambda: not router.runs_fail, 5)
+    await asyncio.sleep(0.05)
+    assert router.serves()
