@@ -153,6 +153,9 @@ class ModelFollower:
         self.has_read = True
         for each in announced.values():
             self._see(each)
+        for replaced in (each.entry for each in self._retired):
+            if (latest := announced.get(replaced.model.content_id)) is not None:
+                replaced.watch.announcement = _with_state(replaced.announcement, latest)
         now_s = time.monotonic()
         for content, serving in self._serving.items():
             self._note_missing(serving, content in announced, now_s)
@@ -323,14 +326,17 @@ async def _sources(stores: ModelStores, digest: str) -> list[FileSource]:
 
 def _adopted(own: ModelAnnouncement, announced: ModelAnnouncement) -> ModelAnnouncement:
     """Return a router's own model with what only its controller knows."""
+    return replace(_with_state(own, announced), share=announced.share, release=announced.release)
+
+
+def _with_state(known: ModelAnnouncement, latest: ModelAnnouncement) -> ModelAnnouncement:
+    """Return an announcement with the state of a later one of the same model."""
     return replace(
-        own,
-        share=announced.share,
-        release=announced.release,
-        is_asleep=announced.is_asleep,
-        wake_s=announced.wake_s,
-        problem=announced.problem,
-        is_leaving=False,
+        known,
+        is_asleep=latest.is_asleep,
+        wake_s=latest.wake_s,
+        problem=latest.problem,
+        is_leaving=latest.is_leaving,
     )
 
 

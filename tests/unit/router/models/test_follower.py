@@ -231,3 +231,15 @@ async def test_an_error_of_one_model_does_not_end_the_others(router: Router) -> 
     await until(lambda: not router.runs_fail, 5)
     await asyncio.sleep(0.05)
     assert router.serves()
+
+
+async def test_requests_of_a_replaced_entry_hear_of_its_sleep_and_that_it_leaves(router: Router) -> None:
+    router.announced = [model_announcement(is_asleep=True)]
+    await until(router.serves, 5)
+    old = router.entries[0]
+    old.counts.in_flight = 1
+    router.announced = [model_announcement(release="m-2", is_asleep=True, problem="no room")]
+    await until(lambda: old.announcement.problem, 5)
+    router.announced = [model_announcement(release="m-2", is_asleep=True, is_leaving=True)]
+    await until(lambda: old.announcement.is_leaving, 5)
+    assert old.announcement.release == "m-1"
