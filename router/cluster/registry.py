@@ -136,7 +136,10 @@ class ModelWatch:
         model = self.announcement
         num_desired = sum(self._desired.values())
         self.pools.note_sleep(
-            is_asleep=model.is_asleep, num_desired=num_desired, problem=model.problem, wake_s=model.wake_s
+            is_asleep=model.is_asleep and not model.is_leaving,  # its controller wakes it no more, so nothing may wait
+            num_desired=num_desired,
+            problem=model.problem,
+            wake_s=model.wake_s,
         )
         await self.pools.update(workers)
         await self._client.forget_past_incarnations(workers)

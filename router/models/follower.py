@@ -29,6 +29,10 @@ POLL_S = 1.0
 """Longest pause between two reads of the announcements, so that a new model is served within seconds."""
 RETRY_S = (1.0, 2.0, 5.0, 10.0)
 """Pauses before a model is loaded again that could not be loaded."""
+RERUN_S = 1.0
+"""Pause before an entry that has failed runs again."""
+LINGER_S = 2.0
+"""Time for which an entry stays after its last request: another may have found its service, and not begun yet."""
 LOADS_AT_ONCE = 2
 """Number of models that are loaded at a time: loading keeps a processor busy."""
 
@@ -45,6 +49,16 @@ class _Serving:
     """Monotonic time since which nothing shows that the model exists; None: it does."""
     is_leaving: bool = False
     """True if the table has no release of it any more."""
+    unused_since_s: float | None = None
+    """Monotonic time since which it has no request; None: it has some, or serves new ones."""
+
+    def is_unused(self, now_s: float) -> bool:
+        """Return whether an entry that gets no new requests has had none for `LINGER_S`. Call this at each poll."""
+        if self.entry.counts.in_flight:
+            self.unused_since_s = None
+        elif self.unused_since_s is None:
+            self.unused_since_s = now_s
+        return self.unused_since_s is not None and now_s - self.unused_since_s >= LINGER_S
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,6 +103,8 @@ class ModelFollower:
         self._loading: dict[str, _Loading] = {}
         self._retired: list[_Serving] = []
         """Replaced entries whose last requests still run."""
+        self._digests: set[str] = set()
+        """Digests of the files that may not be removed."""
         self._turns = asyncio.Semaphore(LOADS_AT_ONCE)
         self._is_full = False
         """True if the log already reports that further models are ignored."""
@@ -117,7 +133,7 @@ class ModelFollower:
         """Follow until cancelled. While Redis is away, the known models are served."""
         async with asyncio.TaskGroup() as tasks:
             if self._own is not None:
-                running = tasks.create_task(self._own.run(), name="own model")
+                running = tasks.create_task(_kept_running(self._own), name="own model")
                 self._serving[self._own.model.content_id] = _Serving(entry=self._own, running=running, is_own=True)
             while True:
                 with contextlib.suppress(StoreUnavailable):
@@ -140,6 +156,9 @@ class ModelFollower:
         self.has_read = True
         for each in announced.values():
             self._see(each)
+        for replaced in (each.entry for each in self._retired):
+            if (latest := announced.get(replaced.model.content_id)) is not None:
+                replaced.watch.announcement = _with_state(replaced.announcement, latest)
         now_s = self._clock()
         for content, serving in self._serving.items():
             self._note_missing(serving, content in announced, now_s)
@@ -148,7 +167,8 @@ class ModelFollower:
             await _give_up(self._loading.pop(content))
         for content in list(self._loading):
             self._finish_loading(self._loading[content], tasks, now_s)
-        await self._close_left()
+        await self._close_left(now_s)
+        self._release_files()
 
     # -- seeing --------------------------------------------------------------------------------------------------------
 
@@ -165,7 +185,7 @@ class ModelFollower:
             now = _adopted(known, announced) if serving.is_own else announced
             if serving.is_own or not _is_loaded_anew(known, announced):
                 serving.entry.watch.announcement = now
-                serving.is_leaving = False
+                serving.is_leaving, serving.unused_since_s = False, None
                 self._table.put(serving.entry.release)
                 return
         if (loading := self._loading.get(content)) is not None:
@@ -200,32 +220,31 @@ class ModelFollower:
             self._table.drop(entry.model.content_id)
             logger.info("%s is no longer served; its running requests complete", entry.announcement.name)
 
-    async def _close_left(self) -> None:
+    async def _close_left(self, now_s: float) -> None:
         """Close the entries of models that have left and whose last requests have ended."""
-        left = {
-            content: serving
-            for content, serving in self._serving.items()
-            if serving.is_leaving and not serving.is_own and not serving.entry.counts.in_flight
-        }
-        for content in left:
-            del self._serving[content]
-        replaced = [each for each in self._retired if not each.entry.counts.in_flight]
-        self._retired = [each for each in self._retired if each.entry.counts.in_flight]
-        for each in (*left.values(), *replaced):
+        for content, serving in [*self._serving.items()]:
+            if serving.is_leaving and not serving.is_own and serving.is_unused(now_s):
+                self._retired.append(self._serving.pop(content))
+        for each in [each for each in self._retired if each.is_unused(now_s)]:
             await cancel_and_wait([each.running])
             await each.entry.close()
-        if left or replaced:
-            used = {each.entry.announcement.files for each in (*self._serving.values(), *self._retired)}
-            for each in (*left.values(), *replaced):
-                if each.entry.announcement.files not in used:
-                    self._files.release(each.entry.announcement.files)
+            self._retired.remove(each)
+
+    def _release_files(self) -> None:
+        """Allow the removal of files that no entry has any more and none is loaded with."""
+        used = {each.entry.announcement.files for each in (*self._serving.values(), *self._retired)}
+        used |= {each.announced.files for each in self._loading.values()}
+        for digest in self._digests - used:
+            self._files.release(digest)
+        self._digests &= used
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
     def _begin_loading(self, announced: ModelAnnouncement, num_failures: int = 0, problem: str = "") -> None:
         task = asyncio.create_task(self._load(announced), name=f"load {announced.name}")
-        loading = _Loading(announced=announced, task=task, num_failures=num_failures, problem=problem)
-        self._loading[announced.content_id] = loading
+        self._loading[announced.content_id] = _Loading(
+            announced=announced, task=task, num_failures=num_failures, problem=problem
+        )
 
     def _finish_loading(self, loading: _Loading, tasks: asyncio.TaskGroup, now_s: float) -> None:
         """Serve a model that is loaded, or try again later."""
@@ -236,21 +255,23 @@ class ModelFollower:
             del self._loading[announced.content_id]
             self._serve(loading.task.result(), tasks)
             return
-        if not isinstance(error, BatonError):
-            raise error
         if not loading.again_s:
             loading.again_s = now_s + RETRY_S[min(loading.num_failures, len(RETRY_S) - 1)]
             if str(error) != loading.problem:
-                logger.warning("%s cannot be served yet: %s", announced.name, error)
+                # Code that reads the files may raise any error: it must not end what serves the other models.
+                trace = None if isinstance(error, BatonError) else error
+                logger.warning("%s cannot be served yet: %s", announced.name, error, exc_info=trace)
                 loading.problem = str(error)
+        elif _is_loaded_anew(announced, loading.announced):
+            self._begin_loading(loading.announced)
         elif now_s >= loading.again_s:
-            self._begin_loading(announced, loading.num_failures + 1, loading.problem)
+            self._begin_loading(loading.announced, loading.num_failures + 1, loading.problem)
 
     def _serve(self, entry: ModelEntry, tasks: asyncio.TaskGroup) -> None:
         content = entry.model.content_id
         if (replaced := self._serving.get(content)) is not None:
             self._retired.append(replaced)
-        running = tasks.create_task(entry.run(), name=f"model {entry.announcement.name}")
+        running = tasks.create_task(_kept_running(entry), name=f"model {entry.announcement.name}")
         self._serving[content] = _Serving(entry=entry, running=running)
         self._table.put(entry.release)
         logger.info("%s is served, from release %s", entry.announcement.name, entry.announcement.release)
@@ -265,6 +286,7 @@ class ModelFollower:
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(stores.close)
             async with self._turns:
+                self._digests.add(announced.files)
                 folder = await self._files.folder(announced.files, await _sources(stores, announced.files))
                 default = self._shared.config.router.default_max_tokens
                 model = await asyncio.to_thread(load_model, folder, "", announced, default)
@@ -275,6 +297,17 @@ class ModelFollower:
                 await entry.watch.poll()
                 undo.pop_all()
                 return entry
+
+
+async def _kept_running(entry: ModelEntry) -> None:
+    """Run an entry until cancelled. An error of one model must not end what serves the others."""
+    while True:
+        try:
+            await entry.run()
+        except Exception:
+            name = entry.announcement.name
+            logger.exception("%s is served from its last known state for %g s: its entry failed", name, RERUN_S)
+        await asyncio.sleep(RERUN_S)
 
 
 async def _give_up(loading: _Loading) -> None:
@@ -295,14 +328,17 @@ async def _sources(stores: ModelStores, digest: str) -> list[FileSource]:
 
 def _adopted(own: ModelAnnouncement, announced: ModelAnnouncement) -> ModelAnnouncement:
     """Return a router's own model with what only its controller knows."""
+    return replace(_with_state(own, announced), share=announced.share, release=announced.release)
+
+
+def _with_state(known: ModelAnnouncement, latest: ModelAnnouncement) -> ModelAnnouncement:
+    """Return an announcement with the state of a later one of the same model."""
     return replace(
-        own,
-        share=announced.share,
-        release=announced.release,
-        is_asleep=announced.is_asleep,
-        wake_s=announced.wake_s,
-        problem=announced.problem,
-        is_leaving=False,
+        known,
+        is_asleep=latest.is_asleep,
+        wake_s=latest.wake_s,
+        problem=latest.problem,
+        is_leaving=latest.is_leaving,
     )
 
 

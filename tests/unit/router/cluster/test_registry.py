@@ -10,7 +10,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.cluster import RoutedModel, RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import (
+    ModelAnnouncement,
+    ModelState,
+    RoutedModel,
+    RouterInfo,
+    Worker,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
 from baton.errors import StoreUnavailable
 from baton.rpc import MalformedCount
 from baton.tasks import cancel_and_wait
@@ -49,12 +58,13 @@ async def followed(
     lease_s: float,
     poll_s: float = POLL_S,
     adapters: AdapterStore | None = None,
+    announcement: ModelAnnouncement | None = None,
 ) -> AsyncIterator[PoolView]:
     """What a router knows of the workers while it polls."""
     mirror = Mirror()
     pools = PoolView(mirror.lookup, time.monotonic)
     watch = ModelWatch(
-        model_announcement(),
+        announcement or model_announcement(),
         leases=leases,
         pools=pools,
         client=WorkerClient(),
@@ -291,3 +301,14 @@ async def test_a_registry_of_adapters_that_may_not_be_read_leaves_the_model_serv
         await comes_to(pools, "a", "b")
     told = [record.getMessage() for record in caplog.records if "registry of adapters" in record.getMessage()]
     assert len(told) == 1
+
+
+@pytest.mark.parametrize(("is_leaving", "state"), [(False, ModelState.ASLEEP), (True, ModelState.DOWN)])
+async def test_a_model_that_leaves_while_it_sleeps_holds_no_requests(is_leaving: bool, state: ModelState) -> None:
+    """Nobody wakes it any more. They are refused after `router.worker_wait_s`, and not after `router.wake_wait_s`."""
+    store = MemoryStore()
+    announced = model_announcement(is_asleep=True, is_leaving=is_leaving, wake_s=7.0)
+    async with followed(store, MemoryLeases(store), 1.0, announcement=announced) as pools:
+        await until(lambda: pools.sleep.wake_s)
+        assert pools.state is state
+        assert pools.sleeps is not is_leaving
