@@ -68,6 +68,7 @@ async def server() -> AsyncIterator[tuple[RpcServer, grpc.aio.Channel]]:
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(CallServicer(), rpc.server)
     worker_pb2_grpc.add_WorkerControlServicer_to_server(nobody, rpc.server)
     worker_pb2_grpc.add_WorkerLogServicer_to_server(nobody, rpc.server)
+    worker_pb2_grpc.add_ModelFilesServicer_to_server(nobody, rpc.server)
     kv_pb2_grpc.add_KvControlServicer_to_server(Reading(), rpc.server)
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()

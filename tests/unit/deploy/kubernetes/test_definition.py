@@ -38,7 +38,7 @@ def test_an_older_definition_becomes_this_one_and_keeps_what_others_added(monkey
                 found["spec"]["versions"][0]["schema"]
                 == yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]
             )
-            assert len(found["spec"]["versions"][0]["additionalPrinterColumns"]) == 5
+            assert len(found["spec"]["versions"][0]["additionalPrinterColumns"]) == 6
             assert found["metadata"]["annotations"] == {"team": "ml"}
         stranger = access_from({"KUBECONFIG": str(api.kubeconfig("system:serviceaccount:a:b"))})
         with pytest.raises(BatonError, match=r"refuses the definition servingpools\.baton\.dev: .*orbidden"):

@@ -27,7 +27,7 @@ from router.admission import Accounts, MemoryLedger, SloCounts
 from router.admission.tenants import DEFAULT_TENANT
 from router.models import follower as module
 from router.models.entry import ModelEntry, ModelStores, Shared
-from router.models.follower import RETRY_S, ModelFollower
+from router.models.follower import LINGER_S, RETRY_S, ModelFollower
 from router.models.table import ModelTable, Release
 from router.request.resume import Journal
 from router.service import Front
@@ -190,6 +190,13 @@ class Scene:
         """The announcement has expired."""
         del self.store.models[model.content_id]
 
+    async def closes(self, entry: Entry) -> None:
+        """Wait until an entry without requests is closed, and not before its time."""
+        await self.polls()
+        assert not entry.is_closed, "a request may have found its service, and not begun yet"
+        self.clock.now_s += LINGER_S
+        await until(lambda: entry.is_closed)
+
     async def polls(self, num: int = 4) -> None:
         """The follower has read the announcements so many times more, and done what follows."""
         number = self.endpoint.num_reads + num
@@ -280,7 +287,7 @@ async def test_a_changed_name_is_loaded_anew_and_the_former_entry_ends_with_its_
         await now.polls()
         assert not first.is_closed
         first.counts.in_flight = 0
-        await until(lambda: first.is_closed)
+        await now.closes(first)
         _, second = now.entries
         assert now.table.service("lama", DEFAULT_TENANT, str) is second.service
         assert not second.is_closed
@@ -302,7 +309,7 @@ async def test_a_model_that_leaves_is_refused_at_once_and_closed_after_its_last_
         assert not llama.is_closed
         assert llama in now.follower.entries, "operators see it until then"
         llama.counts.in_flight = 0
-        await until(lambda: llama.is_closed)
+        await now.closes(llama)
         await now.polls()
         assert llama not in now.follower.entries
         assert llama.log[-2:] == ["ended", "closed"]
@@ -339,7 +346,7 @@ async def test_a_model_of_which_nothing_is_heard_goes_after_a_lease(scene: Make)
         assert now.served == {"llama"}, "its controller may be starting again"
         now.clock.now_s += 2
         await now.serves()
-        await until(lambda: now.entries[0].is_closed)
+        await now.closes(now.entries[0])
 
 
 async def test_the_time_without_an_announcement_begins_anew_after_one(scene: Make) -> None:
@@ -497,6 +504,9 @@ async def test_models_beyond_the_most_are_ignored_until_there_is_room(
         await now.announce(replace(LLAMA, name="lama"))
         await now.serves("lama")
         await now.announce(replace(LLAMA, is_leaving=True))
+        await now.serves()
+        await now.polls()
+        now.clock.now_s += LINGER_S
         await now.serves("qwen")
 
 
@@ -592,4 +602,6 @@ async def test_a_real_model_lives_as_long_as_a_worker_or_its_controller_does(
         await now.polls()
         now.clock.now_s += MODEL_LEASE_S + 1
         await now.serves()
+        await now.polls()
+        now.clock.now_s += LINGER_S
         await until(lambda: not now.follower.entries)
