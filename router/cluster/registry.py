@@ -386,7 +386,7 @@ class Readiness:
     """Decides whether a router is ready: as soon as it can serve one of its models, and for `timeout_s` after the last.
 
     A model that is asleep or wakes counts as served, because requests for it are held. So does a router without models
-    that knows that there are none: it answers rightly that a model does not exist.
+    that knows that there are none: it answers rightly that a model does not exist. Before, it loads all announced ones.
 
     All routers usually lose their workers at the same time. If none of them was ready then, a load balancer would
     refuse clients although a short wait is enough. The cost is that clients leave a router that alone has lost its
@@ -398,6 +398,7 @@ class Readiness:
         timeout_s: time for which a request waits for a worker (`router.worker_wait_s`).
         clock: monotonic seconds.
         has_read: returns whether the router has read which models there are.
+        is_starting: returns whether it still loads those that there were when it started.
     """
 
     def __init__(
@@ -408,12 +409,14 @@ class Readiness:
         clock: Callable[[], float],
         *,
         has_read: Callable[[], bool],
+        is_starting: Callable[[], bool],
     ) -> None:
         self._pools = pools
         self._needs_prefill = needs_prefill
         self._timeout_s = timeout_s
         self._clock = clock
         self._has_read = has_read
+        self._is_starting = is_starting
         self._served_at_s: float | None = None
         """Time at which it could last serve."""
         self._is_stopping = False
@@ -434,6 +437,8 @@ class Readiness:
 
     def _lacking(self) -> str:
         models = self._pools()
+        if self._is_starting():
+            return "models of the endpoint are being loaded"
         if not models:
             return "" if self._has_read() else "the models of the endpoint are not known yet"
         reasons = [self._lacking_of(pools) for pools in models]

@@ -29,6 +29,8 @@ POLL_S = 1.0
 """Longest pause between two reads of the announcements, so that a new model is served within seconds."""
 RETRY_S = (1.0, 2.0, 5.0, 10.0)
 """Pauses before a model is loaded again that could not be loaded."""
+FIRST_LOADS_S = 60.0
+"""Longest time for which a router that starts counts as not ready while it loads the announced models."""
 RERUN_S = 1.0
 """Pause before an entry that has failed runs again."""
 LINGER_S = 2.0
@@ -75,6 +77,11 @@ class _Loading:
     problem: str = ""
     """Reason of the last failure, which is logged once."""
 
+    @property
+    def is_tried(self) -> bool:
+        """True if an attempt to load it has failed."""
+        return bool(self.num_failures or self.again_s)
+
 
 class ModelFollower:
     """Keeps the table equal to the announced models while `run` runs.
@@ -107,6 +114,10 @@ class ModelFollower:
         """True if the log already reports that further models are ignored."""
         self.has_read = False
         """True as soon as the announcements were read once."""
+        self._first: set[str] = set()
+        """Models that were announced at the first read and that no attempt to load has ended for yet."""
+        self._first_until_s = 0.0
+        """Monotonic time until which they are waited for."""
         if own is not None:
             table.put(own.release)
 
@@ -116,6 +127,11 @@ class ModelFollower:
         if not self._serving and self._own is not None:
             return (self._own,)  # before `run`
         return [self._serving[content].entry for content in sorted(self._serving)]
+
+    @property
+    def is_starting(self) -> bool:
+        """True while it loads the models that were announced when it started, which it must not call unknown."""
+        return bool(self._first) and time.monotonic() < self._first_until_s
 
     async def start(self) -> None:
         """Start the processes that the first requests for the own model would otherwise wait for.
@@ -150,7 +166,6 @@ class ModelFollower:
 
     async def _poll(self, tasks: asyncio.TaskGroup) -> None:
         announced = {each.content_id: each for each in await self._store.list_models()}
-        self.has_read = True
         for each in announced.values():
             self._see(each)
         for replaced in (each.entry for each in self._retired):
@@ -165,8 +180,16 @@ class ModelFollower:
                 del self._loading[content]
         for content in list(self._loading):
             self._finish_loading(self._loading[content], tasks, now_s)
+        self._note_first(now_s)
         await self._close_left(now_s)
         self._release_files()
+
+    def _note_first(self, now_s: float) -> None:
+        untried = {content for content, loading in self._loading.items() if not loading.is_tried}
+        if self.has_read:
+            self._first &= untried
+        else:
+            self._first, self._first_until_s, self.has_read = untried, now_s + FIRST_LOADS_S, True
 
     # -- seeing --------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.cluster import ModelAnnouncement
-from baton.errors import ModelLoadError, ModelNotFound
+from baton.errors import ModelLoadError, ModelNotFound, StoreUnavailable
 from router.admission import SloCounts
 from router.admission.tenants import DEFAULT_TENANT
 from router.models import follower as module
@@ -65,14 +65,14 @@ class Router:
     """A follower, what it reads, and what it has built.
 
     Attributes:
-        announced: what the store lists.
+        announced: what the store lists; None: it is away.
         failures: digest of files -> error of loading a model with them.
         entries: everything that was built, in order.
         held: digests of the files that must not be removed.
     """
 
     def __init__(self) -> None:
-        self.announced: list[ModelAnnouncement] = []
+        self.announced: list[ModelAnnouncement] | None = None
         self.failures: dict[str, BaseException] = {}
         self.entries: list[Entry] = []
         self.held: set[str] = set()
@@ -87,6 +87,8 @@ class Router:
         self.follower = ModelFollower(self.table, shared, store, files, None)
 
     async def _listed(self) -> list[ModelAnnouncement]:
+        if self.announced is None:
+            raise StoreUnavailable("away")
         return list(self.announced)
 
     async def _folder(self, digest: str, sources: object) -> str:
@@ -146,7 +148,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_the_others_alone(router: Rou
     router.failures["0" * 64] = failure
     router.announced = [model_announcement(files="0" * 64)]
     await asyncio.sleep(0.05)
-    router.announced.append(model_announcement(OTHER, name="other"))
+    router.announced = [*router.announced, model_announcement(OTHER, name="other")]
     await until(lambda: router.serves("other"), 5)
     assert not router.serves("m")
     del router.failures["0" * 64]
@@ -206,7 +208,7 @@ async def test_files_stay_while_a_model_that_has_the_same_ones_is_loaded(router:
     await until(router.serves, 5)
     router.may_start.clear()
     same = model_announcement(OTHER, name="other")
-    router.announced.append(same)
+    router.announced = [*router.announced, same]
     await until(lambda: len(router.entries) == 2, 5)
     router.announced = [model_announcement(is_leaving=True), same]
     await until(lambda: router.entries[0].num_closed, 5)
@@ -243,3 +245,28 @@ async def test_requests_of_a_replaced_entry_hear_of_its_sleep_and_that_it_leaves
     router.announced = [model_announcement(release="m-2", is_asleep=True, is_leaving=True)]
     await until(lambda: old.announcement.is_leaving, 5)
     assert old.announcement.release == "m-1"
+
+
+async def test_a_router_starts_until_each_announced_model_is_served_or_has_failed_once(router: Router) -> None:
+    router.may_start.clear()
+    router.failures["0" * 64] = ModelLoadError("not valid")
+    router.announced = [model_announcement(files="0" * 64), model_announcement(OTHER, name="other")]
+    await until(lambda: router.follower.has_read, 5)
+    await until(lambda: router.follower.is_starting, 5)
+    router.may_start.set()
+    await until(lambda: not router.follower.is_starting, 5)
+    assert router.serves("other")
+    router.may_start.clear()
+    router.announced = [*router.announced, model_announcement("e" * 32, name="late")]
+    await until(lambda: len(router.entries) == 2, 5)
+    assert not router.follower.is_starting, "a new model must not make a router unready that serves others"
+    router.may_start.set()
+
+
+async def test_a_router_does_not_wait_for_a_model_without_end(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_LOADS_S", 0.05)
+    router.may_start.clear()
+    router.announced = [model_announcement()]
+    await until(lambda: router.entries, 5)
+    await until(lambda: not router.follower.is_starting, 5)
+    router.may_start.set()
