@@ -43,8 +43,8 @@ START_POLL_S = 0.2
 `baton up` wait for them."""
 
 IDLE_POLLS = 3
-"""Number of polls' time between two polls of an announced model that is ready and has no request, so that many idle
-models cost a router little."""
+"""Number of polls' time between two polls of an announced model that is ready or asleep and has no request, so that
+many idle models cost a router little."""
 LOOK_S = 10.0
 """Seconds between two requests for the memory of Redis."""
 
@@ -122,9 +122,10 @@ class ModelWatch:
         Args:
             was_whole: whether the model once had all of its workers.
         """
-        if not was_whole:
+        state = self.pools.state
+        if not was_whole and state is not ModelState.ASLEEP:
             return min(self._poll_s, START_POLL_S)
-        is_idle = not self._counts.in_flight and self.pools.state is ModelState.READY
+        is_idle = not self._counts.in_flight and state in (ModelState.READY, ModelState.ASLEEP)
         return IDLE_POLLS * self._poll_s if is_idle and self.announcement.files else self._poll_s
 
     async def poll(self) -> None:
