@@ -224,6 +224,11 @@ class ModelFollower:
         return not is_full
 
     def _note_missing(self, serving: _Serving, is_announced: bool, now_s: float) -> None:
+        if serving.is_own and serving.is_leaving and not is_announced and serving.entry.watch.is_known:
+            # A controller of an older release, which announces no model, has replaced the one that left.
+            serving.entry.watch.announcement = replace(serving.entry.announcement, is_leaving=False)
+            serving.is_leaving = False
+            self._table.put(serving.entry.release)
         if is_announced or serving.is_own or serving.entry.watch.is_known:
             serving.missing_since_s = None
         elif serving.missing_since_s is None:
