@@ -244,6 +244,7 @@ def _readiness(config: Config, follower: ModelFollower) -> Readiness:
         config.router.worker_wait_s,
         time.monotonic,
         has_read=lambda: follower.has_read,
+        is_starting=lambda: follower.is_starting,
     )
 
 

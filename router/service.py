@@ -326,15 +326,19 @@ class RouterService:
     async def tokenize(
         self, prompt: PromptInput, tenant: Tenant, truncation: Truncation | None = None
     ) -> tuple[int, ...]:
-        """Return the prompt's token ids.
+        """Return the prompt's token ids. The model's entry stays open meanwhile: a worker may have to look at images.
 
         Raises:
             InvalidRequest: see `PromptEncoder.encode`.
             Forbidden: see `check_special`.
             Unsupported, Overloaded, NoWorker, WorkerFailed: no worker can look at its images.
         """
-        with self._image_memory.holding(prompt, tenant.id) as encoded:
-            return (await self._encoded(prompt, encoded, tenant, self.facts, truncation)).token_ids
+        self._slo_counts.in_flight += 1
+        try:
+            with self._image_memory.holding(prompt, tenant.id) as encoded:
+                return (await self._encoded(prompt, encoded, tenant, self.facts, truncation)).token_ids
+        finally:
+            self._slo_counts.in_flight -= 1
 
     async def _prompt(
         self, request: GenerateRequest, encoded: Sequence[bytes], params: SamplingParams, tenant: Tenant

@@ -119,6 +119,11 @@ def _pool(role: Role, status: ClusterStatus, spent: Sequence[_Spent], window_s: 
 
 
 def _past(router: RouterInfo, before: RouterInfo | None) -> tuple[int, int, int]:
-    if before is None or router.pid != before.pid or router.met < before.met:
+    """Return a router's counts at the start of the window: zeros if it has counted anew since then.
+
+    It does so after a restart, and for a model that it has loaded again.
+    """
+    if before is None or router.pid != before.pid:
         return 0, 0, 0
-    return before.met, before.missed, before.rejected
+    past, now = ((each.met, each.missed, each.rejected) for each in (before, router))
+    return past if all(then <= later for then, later in zip(past, now, strict=True)) else (0, 0, 0)

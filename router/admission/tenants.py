@@ -393,6 +393,10 @@ def _are_patterns(value: object) -> bool:
     return isinstance(value, list) and len(value) <= MAX_PATTERNS and all(map(_is_pattern, value))
 
 
+def _are_some_patterns(value: object) -> bool:
+    return _are_patterns(value) and bool(value)
+
+
 def _is_by_pattern(value: object) -> bool:
     return isinstance(value, dict) and len(value) <= MAX_PATTERNS and all(map(_is_pattern, value))
 
@@ -419,7 +423,7 @@ CHECKS: dict[str, Check] = {
     "operator": (lambda value: isinstance(value, bool), "true or false"),
     "strict": (lambda value: isinstance(value, bool), "true or false"),
     "parse_special": (lambda value: isinstance(value, bool), "true or false"),
-    "models": (_are_patterns, f"a list of {PATTERNS}"),
+    "models": (_are_some_patterns, f"a list of {PATTERNS}; leave it out to allow all models"),
     "model_limits": (_is_by_pattern, f"a section of limits by {PATTERNS}"),
     **LIMIT_CHECKS,
 }

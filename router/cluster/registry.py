@@ -43,8 +43,8 @@ START_POLL_S = 0.2
 `baton up` wait for them."""
 
 IDLE_POLLS = 3
-"""Number of polls' time between two polls of an announced model that is ready and has no request, so that many idle
-models cost a router little."""
+"""Number of polls' time between two polls of an announced model that is ready or asleep and has no request, so that
+many idle models cost a router little."""
 LOOK_S = 10.0
 """Seconds between two requests for the memory of Redis."""
 
@@ -122,9 +122,10 @@ class ModelWatch:
         Args:
             was_whole: whether the model once had all of its workers.
         """
-        if not was_whole:
+        state = self.pools.state
+        if not was_whole and state is not ModelState.ASLEEP:
             return min(self._poll_s, START_POLL_S)
-        is_idle = not self._counts.in_flight and self.pools.state is ModelState.READY
+        is_idle = not self._counts.in_flight and state in (ModelState.READY, ModelState.ASLEEP)
         return IDLE_POLLS * self._poll_s if is_idle and self.announcement.files else self._poll_s
 
     async def poll(self) -> None:
@@ -386,7 +387,7 @@ class Readiness:
     """Decides whether a router is ready: as soon as it can serve one of its models, and for `timeout_s` after the last.
 
     A model that is asleep or wakes counts as served, because requests for it are held. So does a router without models
-    that knows that there are none: it answers rightly that a model does not exist.
+    that knows that there are none: it answers rightly that a model does not exist. Before, it loads all announced ones.
 
     All routers usually lose their workers at the same time. If none of them was ready then, a load balancer would
     refuse clients although a short wait is enough. The cost is that clients leave a router that alone has lost its
@@ -398,6 +399,7 @@ class Readiness:
         timeout_s: time for which a request waits for a worker (`router.worker_wait_s`).
         clock: monotonic seconds.
         has_read: returns whether the router has read which models there are.
+        is_starting: returns whether it still loads those that there were when it started.
     """
 
     def __init__(
@@ -408,12 +410,14 @@ class Readiness:
         clock: Callable[[], float],
         *,
         has_read: Callable[[], bool],
+        is_starting: Callable[[], bool],
     ) -> None:
         self._pools = pools
         self._needs_prefill = needs_prefill
         self._timeout_s = timeout_s
         self._clock = clock
         self._has_read = has_read
+        self._is_starting = is_starting
         self._served_at_s: float | None = None
         """Time at which it could last serve."""
         self._is_stopping = False
@@ -434,6 +438,8 @@ class Readiness:
 
     def _lacking(self) -> str:
         models = self._pools()
+        if self._is_starting():
+            return "models of the endpoint are being loaded"
         if not models:
             return "" if self._has_read() else "the models of the endpoint are not known yet"
         reasons = [self._lacking_of(pools) for pools in models]

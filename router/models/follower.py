@@ -29,6 +29,8 @@ POLL_S = 1.0
 """Longest pause between two reads of the announcements, so that a new model is served within seconds."""
 RETRY_S = (1.0, 2.0, 5.0, 10.0)
 """Pauses before a model is loaded again that could not be loaded."""
+FIRST_LOADS_S = 60.0
+"""Longest time for which a router that starts counts as not ready while it loads the announced models."""
 RERUN_S = 1.0
 """Pause before an entry that has failed runs again."""
 LINGER_S = 2.0
@@ -74,6 +76,11 @@ class _Loading:
     problem: str = ""
     """Reason of the last failure, which is logged once."""
 
+    @property
+    def is_tried(self) -> bool:
+        """True if an attempt to load it has failed."""
+        return bool(self.num_failures or self.again_s)
+
 
 class ModelFollower:
     """Keeps the table equal to the announced models while `run` runs.
@@ -110,6 +117,10 @@ class ModelFollower:
         """True if the log already reports that further models are ignored."""
         self.has_read = False
         """True as soon as the announcements were read once."""
+        self._first: set[str] = set()
+        """Models that were announced at the first read and that no attempt to load has ended for yet."""
+        self._first_until_s = 0.0
+        """Monotonic time until which they are waited for."""
         if own is not None:
             table.put(own.release)
 
@@ -119,6 +130,11 @@ class ModelFollower:
         if not self._serving and self._own is not None:
             return (self._own,)  # before `run`
         return [self._serving[content].entry for content in sorted(self._serving)]
+
+    @property
+    def is_starting(self) -> bool:
+        """True while it loads the models that were announced when it started, which it must not call unknown."""
+        return bool(self._first) and time.monotonic() < self._first_until_s
 
     async def start(self) -> None:
         """Start the processes that the first requests for the own model would otherwise wait for.
@@ -153,7 +169,6 @@ class ModelFollower:
 
     async def _poll(self, tasks: asyncio.TaskGroup) -> None:
         announced = {each.content_id: each for each in await self._store.list_models()}
-        self.has_read = True
         for each in announced.values():
             self._see(each)
         for replaced in (each.entry for each in self._retired):
@@ -167,8 +182,16 @@ class ModelFollower:
             await _give_up(self._loading.pop(content))
         for content in list(self._loading):
             self._finish_loading(self._loading[content], tasks, now_s)
+        self._note_first(now_s)
         await self._close_left(now_s)
         self._release_files()
+
+    def _note_first(self, now_s: float) -> None:
+        untried = {content for content, loading in self._loading.items() if not loading.is_tried}
+        if self.has_read:
+            self._first &= untried
+        else:
+            self._first, self._first_until_s, self.has_read = untried, now_s + FIRST_LOADS_S, True
 
     # -- seeing --------------------------------------------------------------------------------------------------------
 
@@ -203,6 +226,11 @@ class ModelFollower:
         return not is_full
 
     def _note_missing(self, serving: _Serving, is_announced: bool, now_s: float) -> None:
+        if serving.is_own and serving.is_leaving and not is_announced and serving.entry.watch.is_known:
+            # A controller of an older release, which announces no model, has replaced the one that left.
+            serving.entry.watch.announcement = replace(serving.entry.announcement, is_leaving=False)
+            serving.is_leaving = False
+            self._table.put(serving.entry.release)
         if is_announced or serving.is_own or serving.entry.watch.is_known:
             serving.missing_since_s = None
         elif serving.missing_since_s is None:

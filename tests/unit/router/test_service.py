@@ -26,20 +26,22 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.api import GenerateChunk, GenerateRequest, ModelCard, Text, TokenIds
+from baton.api import Chat, GenerateChunk, GenerateRequest, ModelCard, Text, TokenIds
+from baton.chat import ChatMessage
 from baton.config import RouterConfig
 from baton.errors import Overloaded
 from baton.messages import NewTokens
 from baton.registered_adapters import NO_ADAPTERS, Adapters
 from baton.rpc import RpcServer
 from baton.sampling import FinishReason
+from baton.tasks import cancel_and_wait
 from baton.telemetry.instruments import Instruments
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from baton.wire import generate_request_from_pb
 from kvstore.index import MemoryStore
 from kvstore.leases import MemoryRecords
 from router.admission import Accounts, MemoryLedger, ModelFacts, SloCounts
-from router.admission.tenants import TenantBook
+from router.admission.tenants import DEFAULT_TENANT, TenantBook
 from router.answer import PLAIN, AnswerFormat
 from router.api import delivery
 from router.api.delivery import GRPC
@@ -155,6 +157,7 @@ class Router:
         usage_book = UsageBook(None, MemoryMarks(), instruments)
         self.front = Front.of(RouterConfig(), instruments, self.accounts, usage_book)
         self.limiter = self.front.limiter
+        self.slo_counts = SloCounts()
         self.service = RouterService(
             LoadedModel(
                 card=ModelCard(
@@ -170,7 +173,7 @@ class Router:
             holding=Holding(pools=self.pools, held=self.front.held, waker=waker(self.pools), config=RouterConfig()),
             looker=ImageLooker(pools=self.pools, client=self.client, config=RouterConfig(), waker=waker(self.pools)),
             journal=self.journal,
-            slo_counts=SloCounts(),
+            slo_counts=self.slo_counts,
             adapters=lambda: self.adapters,
         )
         self.table = ModelTable(self.front)
@@ -677,3 +680,14 @@ async def test_whole_answers_of_every_api_say_where_the_time_went(
     assert (whole.status_code, stream.status_code) == (200, 200)
     assert re.match(r"total;dur=\d+\.\d, first_token;dur=\d+\.\d", whole.headers["server-timing"])
     assert "server-timing" not in stream.headers
+
+
+async def test_a_prompt_whose_images_a_worker_must_see_counts_as_in_flight(router: Router) -> None:
+    """The entry of its model would be closed otherwise while it waits for a worker, and it would wait in vain."""
+    chat = Chat(messages=(ChatMessage(role="user", content="look", parts=("look", b"picture")),))
+    counted = asyncio.create_task(router.service.tokenize(chat, DEFAULT_TENANT))
+    await until(lambda: router.slo_counts.in_flight)
+    await asyncio.sleep(0.02)
+    assert router.slo_counts.in_flight == 1
+    await cancel_and_wait([counted])
+    assert router.slo_counts.in_flight == 0

@@ -115,3 +115,12 @@ def test_of_a_router_with_several_models_one_model_s_requests_count() -> None:
     assert (elsewhere.met, elsewhere.models) == (0, (RoutedModel(content_id="own"),))
     earlier = router("a", 1000)
     assert of_model(earlier, "own") == earlier, "a release that serves one model names none"
+
+
+@pytest.mark.parametrize(
+    "before", [router("r", 9, 1, 1), router("r", 0, 9, 0), router("r", 0, 0, 9), router("r", 1, pid=2)]
+)
+def test_a_router_that_has_loaded_the_model_again_or_was_restarted_counts_from_zero(before: RouterInfo) -> None:
+    """After a load its process is the same one. A negative number of requests would follow from the old counts."""
+    measured = measure(status(routers=(before,)), status(routers=(router("r", 2, 1, 1),)), 10.0)
+    assert (measured.met, measured.missed, measured.rejected) == (2, 1, 1)

@@ -84,7 +84,7 @@ acme:
     llama-70b: {{requests_per_minute: 60, max_in_flight: 4}}
     llama-8b: {{}}
     "llama-*": {{tokens_per_minute: 5, tokens_per_day: 6, max_answer_tokens: 7}}
-zeta: {{key_sha256: [{digest("key-z")}], models: [], model_limits: {{}}}}
+zeta: {{key_sha256: [{digest("key-z")}], model_limits: {{}}}}
 """,
     )
     assert book.identify("key-a") == Tenant(
@@ -176,6 +176,7 @@ A, B = digest("a"), digest("b")
         (f"acme: {{key_sha256: [{A}], models: llama}}", "tenant 'acme': models must be a list of at most 64 patterns"),
         (f"acme: {{key_sha256: [{A}], models:}}", "tenant 'acme': models must be a list"),
         (f"acme: {{key_sha256: [{A}], models: [3]}}", "models must be a list"),
+        (f"acme: {{key_sha256: [{A}], models: []}}", "printable characters; leave it out to allow all models"),
         (f"acme: {{key_sha256: [{A}], models: ['']}}", "models must be a list"),
         (f"acme: {{key_sha256: [{A}], models: [{'x' * 257}]}}", "each of 1 to 256 printable characters"),
         (f'acme: {{key_sha256: [{A}], models: ["a\\nb"]}}', "models must be a list"),

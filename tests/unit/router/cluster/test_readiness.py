@@ -19,8 +19,14 @@ class Router:
         self.pools = PoolView(lambda keys: {}, self.clock)
         self.others: tuple[PoolView, ...] = ()
         """Of further models."""
+        self.is_starting = False
         self.readiness = Readiness(
-            lambda: (self.pools, *self.others), needs_prefill, timeout_s, self.clock, has_read=lambda: False
+            lambda: (self.pools, *self.others),
+            needs_prefill,
+            timeout_s,
+            self.clock,
+            has_read=lambda: False,
+            is_starting=lambda: self.is_starting,
         )
 
     async def sees(self, *workers: Worker) -> str:
@@ -86,10 +92,19 @@ async def test_one_model_that_is_served_is_enough() -> None:
 def test_a_router_without_models_is_ready_when_it_knows_that_there_are_none() -> None:
     """It then answers rightly that a model does not exist."""
     read: list[bool] = []
-    readiness = Readiness(tuple, False, PATIENCE_S, Clock(), has_read=lambda: bool(read))
+    readiness = Readiness(tuple, False, PATIENCE_S, Clock(), has_read=lambda: bool(read), is_starting=lambda: False)
     assert readiness.why_not() == "the models of the endpoint are not known yet"
     read.append(True)
     assert readiness.why_not() == ""
+
+
+async def test_a_router_is_not_ready_while_it_loads_the_announced_models() -> None:
+    """It would call them unknown."""
+    router = Router()
+    router.is_starting = True
+    assert await router.sees(DECODE) == "models of the endpoint are being loaded"
+    router.is_starting = False
+    assert router.readiness.why_not() == ""
 
 
 async def test_a_router_that_stops_is_not_ready_at_once() -> None:

@@ -27,6 +27,7 @@ from kvstore.adapters import AdapterStore, MemoryAdapters
 from kvstore.index import MemoryIndex, MemoryStore, Mirror, MirrorFollower, RedisConnection
 from kvstore.leases import MemoryEndpoint, MemoryLeases
 from router.admission import SloCounts
+from router.cluster import registry
 from router.cluster.registry import Dependencies, EndpointWatch, ModelWatch
 from router.placement.pool_view import PoolView
 from router.serve.worker_client import WorkerClient
@@ -312,3 +313,21 @@ async def test_a_model_that_leaves_while_it_sleeps_holds_no_requests(is_leaving:
         await until(lambda: pools.sleep.wake_s)
         assert pools.state is state
         assert pools.sleeps is not is_leaving
+
+
+@pytest.mark.parametrize(("is_asleep", "is_often"), [(True, False), (False, True)])
+async def test_a_model_that_sleeps_since_the_router_started_is_not_polled_as_one_that_starts(
+    is_asleep: bool, is_often: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "START_POLL_S", 0.01)
+    store, num_polls = MemoryStore(), itertools.count()
+    leases = MemoryLeases(store)
+
+    async def boot() -> str:
+        next(num_polls)
+        return "boot"
+
+    monkeypatch.setattr(leases, "boot", boot)
+    async with followed(store, leases, 1.0, 30.0, announcement=model_announcement(is_asleep=is_asleep)):
+        await asyncio.sleep(0.2)
+    assert (next(num_polls) > 3) is is_often

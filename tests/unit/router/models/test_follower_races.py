@@ -71,7 +71,7 @@ class Router:
         held: digests of the files that must not be removed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_own: bool = False) -> None:
         self.announced: list[ModelAnnouncement] | None = None
         self.failures: dict[str, BaseException] = {}
         self.entries: list[Entry] = []
@@ -84,7 +84,8 @@ class Router:
         shared: Any = SimpleNamespace(config=SimpleNamespace(index=SimpleNamespace(poll_s=0.01), router=settings))
         store: Any = SimpleNamespace(list_models=self._listed)
         files: Any = SimpleNamespace(folder=self._folder, release=self.held.discard, close=lambda: None)
-        self.follower = ModelFollower(self.table, shared, store, files, None)
+        own: Any = self.build(shared, None, None, model_announcement(files="")) if has_own else None
+        self.follower = ModelFollower(self.table, shared, store, files, own)
 
     async def _listed(self) -> list[ModelAnnouncement]:
         if self.announced is None:
@@ -111,8 +112,8 @@ class Router:
 
 
 @pytest.fixture
-async def router(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Router]:
-    made = Router()
+async def router(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Router]:
+    made = Router(has_own=getattr(request, "param", False))
 
     async def nothing(*of_call: object) -> list[Any]:
         return []
@@ -270,3 +271,16 @@ async def test_a_router_does_not_wait_for_a_model_without_end(router: Router, mo
     await until(lambda: router.entries, 5)
     await until(lambda: not router.follower.is_starting, 5)
     router.may_start.set()
+
+
+@pytest.mark.parametrize("router", [True], indirect=True)
+async def test_a_routers_own_model_comes_back_with_a_controller_that_announces_none(router: Router) -> None:
+    """An older release does not, and the router served its model before."""
+    assert router.serves()
+    router.announced = [model_announcement(is_leaving=True)]
+    await until(lambda: not router.serves(), 5)
+    router.announced = []
+    await asyncio.sleep(0.05)
+    assert not router.serves()
+    router.entries[0].watch.is_known = True
+    await until(router.serves, 5)
