@@ -39,7 +39,7 @@ class Idleness:
     latest: Activity | None = None
     """None: the cluster could not be observed."""
     has_served: bool = False
-    """True if a decode worker has been ready since the model was awakened."""
+    """True if a decode worker has been ready since the model woke."""
 
     def seconds(self, now_s: float) -> float:
         """Return the time without demand until now; 0: there is demand, or it is unknown."""
