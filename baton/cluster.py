@@ -224,7 +224,7 @@ class WorkerInfo:
     """Token that stands once per image in a prompt that the chat template has written; of no meaning if the worker
     takes no images."""
     files: str = ""
-    """Digest of the files that its model's routers need (`baton.serving_files`); empty: its release provides none."""
+    """Digest of the files that routers need to serve its model (`baton.serving_files`); empty: it provides none."""
 
     @property
     def label(self) -> str:
@@ -318,7 +318,7 @@ class RouterInfo:
     ready_workers: int = 0
     """Workers that it knows to be ready."""
     models: tuple[RoutedModel, ...] = ()
-    """Counts by model; empty: a release that served one model only."""
+    """Counts by model; empty: the router has no models, or is of a release that served one model only."""
 
     def of_model(self, content_id: str) -> RoutedModel:
         """Return its counts for one model; zeros if it does not serve the model."""
@@ -399,13 +399,13 @@ class ModelAnnouncement:
     created_s: int = 0
     """Unix time of its first announcement."""
     is_asleep: bool = False
-    """True if its pools are empty because nobody requested it, and a request wakes it."""
+    """True if the model is asleep or wakes: routers hold its requests."""
     wake_s: float = 0.0
-    """Seconds from the latest wake-up's request to its first ready decode worker; 0: it has not been woken yet."""
+    """Seconds from the request for the latest wake-up to the first ready decode worker; 0: there was none yet."""
     problem: str = ""
-    """Reason why a wake-up in progress makes no progress; empty: none is known."""
+    """Reason why a wake-up makes no progress; empty: none is known."""
     is_leaving: bool = False
-    """True if its controller ends its workers: new requests are refused, and running ones complete."""
+    """True if its controller is about to end its workers: new requests are refused, and running ones complete."""
 
 
 class ModelState(StrEnum):
@@ -413,9 +413,9 @@ class ModelState(StrEnum):
 
     READY = "ready"
     ASLEEP = "asleep"
-    """The model has no workers because nobody requested it; a request wakes it."""
+    """The model has no workers, because it had no requests; the next request wakes it."""
     WAKING = "waking"
-    """The model's workers start after a sleep."""
+    """The model was asleep, and its workers start."""
     DOWN = "down"
     """No decode worker is ready."""
     LEAVING = "leaving"

@@ -14,7 +14,7 @@
     ├── Overloaded                 RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
     │   └── QuotaExceeded          RESOURCE_EXHAUSTED   429   the tenant has exhausted one of its limits
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
-    │   └── ModelWaking            UNAVAILABLE          503   a model wakes, and enough requests wait for it already
+    │   └── ModelWaking            UNAVAILABLE          503   a model wakes, and no more requests can be held
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
     │   ├── NotAMember             UNAUTHENTICATED      503   a call between members without a valid proof
     │   ├── DeviceLost             UNAVAILABLE          503   its device no longer computes: the process must end
@@ -156,7 +156,7 @@ class NoWorker(BatonError):
 
 
 class ModelWaking(NoWorker):
-    """A router holds as many requests as it may until their models are awake. It is a matter of time, not of load."""
+    """A model wakes, and the router cannot hold one more request for it. The client should try again later."""
 
     retry_after_s: float
 

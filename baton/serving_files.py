@@ -1,7 +1,7 @@
-"""The files of a model's folder with which a router serves the model: configuration, tokenizer and chat template.
+"""The files that a router needs to serve a model: configuration, tokenizer and chat template, but no weights.
 
 Workers provide them, and the controller keeps a copy, so that a router needs no folder of the model. A set of files has
-one digest, under which it is announced and verified. Weights are never part of it.
+one digest: the controller announces it, and receivers verify the files against it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ SHOWN_DIGITS = 12
 class ServingFiles:
     """Contents of a set of files, by name.
 
-    Names are plain, so a file's name cannot lead out of a folder. A release may add names: others keep and verify files
-    that they do not know.
+    Names are plain, so a file's name cannot lead out of a folder. A later release of Baton may add files; earlier ones
+    keep and verify files that they do not know.
 
     Raises:
         ModelLoadError: a name is not plain, or there are too many files or bytes.
@@ -125,8 +125,8 @@ class ServingFiles:
     def write(self, folder: Path) -> None:
         """Write the set as a folder that a router can load like a model's, and that only this user may read.
 
-        The folder appears with all of its files. An equal folder stays as it is, also if another process writes it at
-        the same time, and a folder with other content is replaced.
+        The folder appears at once with all of its files. A folder with the same content stays as it is, even if another
+        process writes it at the same time. A folder with other content is replaced.
 
         Raises:
             OSError: the parent folder does not exist, or nothing can be written there.
@@ -165,7 +165,8 @@ class ServingFiles:
 
 @dataclass(frozen=True, slots=True)
 class ProvidedFiles:
-    """Files of a folder that a process provides to others. They are read again for each reader, and not kept in memory.
+    """Files of a folder that a process provides to others. It reads them again for each reader, and keeps none in
+    memory.
 
     The default value provides none.
     """
@@ -198,7 +199,7 @@ class ProvidedFiles:
         """Read the files with that digest.
 
         Raises:
-            Conflict: it does not provide them, or they have changed since.
+            Conflict: this process does not provide them, or they have changed since its start.
         """
         if not self.digest or digest != self.digest:
             own = f"those with the digest {self.digest[:SHOWN_DIGITS]}" if self.digest else "none"

@@ -199,7 +199,7 @@ def build(config: Config) -> Router:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EndpointStores:
-    """The router's connections to what all models of its endpoint share."""
+    """The router's connections to the stores of its endpoint, which all models share."""
 
     garbage: GarbageBook
     redis: RedisConnection

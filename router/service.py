@@ -98,7 +98,7 @@ class _Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """What all models of a router share: its limits, accounts and records of requests."""
+    """Dependencies that all models of a router share: limits, accounts and records of requests."""
 
     config: RouterConfig
     instruments: Instruments

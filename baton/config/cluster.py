@@ -70,9 +70,8 @@ class ClusterConfig:
     tls_name: String = "baton"
     """DNS name in the certificate of every member. It is verified instead of the members' addresses, which change."""
     endpoint: EndpointName = "baton"
-    """Name of the endpoint at which the models of several controllers are served together. Routers serve the models of
-    all controllers that name the same endpoint in the same Redis, and keep accounts, usage and history for all of them
-    together."""
+    """Name of the endpoint. Routers serve the models of all controllers that have the same endpoint in the same Redis.
+    The models of an endpoint share accounts, usage and history."""
     name: String = ""
     """Name of this cluster, unique in its Ray cluster. Empty: `baton up` generates one; `baton run` requires one."""
     secret: String = ""
@@ -203,10 +202,11 @@ class AutoscaleConfig:
     min_prefill: NotNegative = 1
     """Minimum size of the prefill pool. Ignored in mode `aggregated`, which does not use that pool."""
     min_decode: NotNegative = 1
-    """Minimum size of the decode pool. 0, together with `min_prefill` 0: the model sleeps, without any worker, if it
-    had no request for `idle_s`. Routers hold the requests that arrive then, and the controller starts workers."""
+    """Minimum size of the decode pool. If this and `min_prefill` are 0, the model sleeps, without any worker, after
+    `idle_s` without a request. Routers hold the requests that arrive while it sleeps, and the controller starts
+    workers."""
     idle_s: Duration = 900.0
-    """Time without a request after which a model that may sleep stops all of its workers, in seconds."""
+    """Time without a request after which the controller stops all workers of a model that may sleep, in seconds."""
     max_prefill: NotNegative = 0
     """Maximum size of the prefill pool; 0: limited by `max_workers` only."""
     max_decode: NotNegative = 0
@@ -230,7 +230,7 @@ class AutoscaleConfig:
 
     @property
     def may_sleep(self) -> bool:
-        """True if a model without requests stops all of its workers."""
+        """True if the controller stops all workers of a model without requests."""
         return self.enabled and self.min_decode == 0
 
     def __post_init__(self) -> None:

@@ -81,7 +81,8 @@ class ModelConfig:
     """Identity of the weights, from which the block keys are derived; set by `baton up`."""
     chat_template: String = ""
     """File with a chat template that routers use instead of the model's own. Empty: the model's own. The file must be
-    the same on all workers, which provide it to routers, and on routers whose own model this is."""
+    the same on all workers, which provide it to routers. It must also be on routers that have this model in their own
+    configuration."""
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     """Type of the weights. auto: float32 on a CPU, the model's own type on a GPU."""
     device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"

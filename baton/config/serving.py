@@ -116,14 +116,13 @@ class RouterConfig:
     id: String = "router-0"
     """Name of the router in Redis and in traces."""
     own_model: Switch = True
-    """Serve the model of this configuration from the start. If false, the router needs no model: it serves the models
-    that controllers announce (`cluster.endpoint`). It serves those in any case."""
+    """Serve the model of this configuration from the start, in addition to the models that controllers announce
+    (`cluster.endpoint`). If false, the router needs no model of its own."""
     default_model: String = ""
-    """Model that serves requests that name none. Empty: the only model; if there are several, such requests are
-    refused."""
+    """Model for requests that name no model. Empty: the only model; if there are several, such requests are refused."""
     max_models: Annotated[int, Field(ge=1, le=1024), WHOLE, Must.be("1 to 1024")] = 64
-    """Maximum number of models that the router serves at a time; it ignores further announcements. Each takes the
-    memory of a tokenizer, about 100 MiB."""
+    """Maximum number of models that the router serves at a time; it ignores further announcements. Each needs
+    memory for a tokenizer, about 100 MiB."""
     mode: Annotated[str, OneOf("auto", "disaggregated", "aggregated")] = "auto"
     """auto (decide per request), disaggregated (always prefill on a prefill worker) or aggregated (always prefill on
     the decode worker)."""
@@ -157,10 +156,10 @@ class RouterConfig:
     wake_wait_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 300.0
     """Maximum time that an admitted request waits until a model that sleeps is awake."""
     max_held: AtLeastOne = 1000
-    """Maximum number of requests that wait until their models are awake; further ones are refused with 503. They do not
-    count against `max_in_flight` while they wait. One tenant may have half of them."""
+    """Maximum number of held requests, which wait until their models are awake; further ones are refused with 503. Held
+    requests do not count against `max_in_flight`. One tenant may have half of them."""
     held_bytes: AtLeastOne = 256 * 2**20
-    """Maximum size of the prompts of those requests."""
+    """Maximum total size of the prompts of held requests, in bytes. One tenant may use half of it."""
     pull_above_tokens: AtLeastOne = 64
     """Minimum number of additional cached tokens that another worker's prefix must have, compared with the worker that
     computes the prompt, before it is pulled. A number above the context window disables pulling."""
@@ -221,9 +220,9 @@ class RouterConfig:
     tls_client_ca: String = ""
     """PEM file of the authorities that sign clients' certificates. Empty: `cluster.tls_ca`."""
     picker_port: Port = 0
-    """Port of the endpoint picker, which a gateway of the Gateway API inference extension asks for the router of each
-    request (docs/gateway.md); 0: off. It uses TLS, with a certificate that the router makes if none is configured. Only
-    gateways may reach it."""
+    """Port of the endpoint picker; 0: off. Gateways of the Gateway API inference extension ask the picker which router
+    serves a request (docs/gateway.md). It uses TLS, with a certificate that the router makes if none is configured.
+    Only gateways may reach it."""
     usage_log: String = ""
     """File to which a JSON line is appended for each request that got a response: its tenant and token counts, never
     its text or key. Empty: none."""

@@ -50,7 +50,9 @@ class ModelFilesServicer(worker_pb2_grpc.ModelFilesServicer):
         self, request: worker_pb2.ReadModelFilesRequest, context: CallContext
     ) -> None:
         if self._num_open >= MAX_READS + MAX_WAITING:
-            raise Overloaded(f"{self._num_open} readers of the model's files are being served; try again later")
+            raise Overloaded(
+                f"this process already serves {self._num_open} readers of the model's files; try again later"
+            )
         self._num_open += 1
         try:
             async with self._places:
@@ -59,7 +61,7 @@ class ModelFilesServicer(worker_pb2_grpc.ModelFilesServicer):
                     for piece in _pieces(files):
                         await context.write(piece)
         except TimeoutError:
-            raise NotRead(f"the model's files were not taken within {self._send_s:g} s") from None
+            raise NotRead(f"the reader did not read the model's files within {self._send_s:g} s") from None
         finally:
             self._num_open -= 1
 
@@ -78,7 +80,7 @@ class FileSource(NamedTuple):
 async def read_model_files(
     source: FileSource, digest: str, *, link: MemberLink, timeout_s: float = READ_S
 ) -> ServingFiles:
-    """Return a model's files from a worker or a controller, after they have been verified.
+    """Read a model's files from a worker or a controller, verify them and return them.
 
     Raises:
         Conflict: it does not have files with this digest.

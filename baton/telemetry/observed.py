@@ -278,7 +278,7 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ),
     ObservedMetric(
         name="baton.model_wake",
-        description="Time from the request for a model's latest wake-up to its first ready decode worker; 0: it has "
+        description="Time from the request for a model's latest wake-up to the first ready decode worker; 0: it has "
         "not been woken yet.",
         unit="s",
         observe=lambda s: [Observation(model.wake_s, model_labels(model)) for model in s.models],

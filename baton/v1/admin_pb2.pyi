@@ -22,8 +22,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class GetStatusRequest(_message.Message):
-    """The field `model` of all requests names one model: its name for clients, the name of its release, or its content id.
-    Empty: the only one; in queries: all models.
+    """The field `model` of every request names one model: by its name for clients, its release or its content id. Empty: the
+    only model; in queries, all models.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -76,7 +76,7 @@ class GetStatusResponse(_message.Message):
     CONTROLLER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pools(self) -> _containers.MessageMap[_builtins.str, Global___Pool]:
-        """Sums over the models of the answer."""
+        """Sums over the models of the response."""
 
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]: ...
@@ -88,7 +88,9 @@ class GetStatusResponse(_message.Message):
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedModel]: ...
     @_builtins.property
     def controller(self) -> Global___Controller:
-        """Controller of the only model of the answer. Absent if no controller is known; then the pools cannot be changed."""
+        """Controller of the model. Absent if the response has several models, or if no controller is known; then the pools
+        cannot be changed.
+        """
 
     def __init__(
         self,
@@ -1577,7 +1579,7 @@ Global___Router: _TypeAlias = Router  # noqa: Y015
 
 @_typing.final
 class RoutedModel(_message.Message):
-    """What a router counts of one model."""
+    """A router's counts for one model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1594,8 +1596,9 @@ class RoutedModel(_message.Message):
     rejected: _builtins.int
     ready_workers: _builtins.int
     in_flight: _builtins.int
-    """Requests in flight, and those of them that wait until the model is awake."""
+    """Requests that have arrived and not ended."""
     held: _builtins.int
+    """Held requests: those in flight that wait until the model is awake."""
     def __init__(
         self,
         *,
@@ -1770,14 +1773,15 @@ class ServedModel(_message.Message):
     path: _builtins.str
     content_id: _builtins.str
     release: _builtins.str
-    """Name of the release in metrics, and its share of the sessions of this id relative to other releases of the id."""
+    """Name of the release in metrics."""
     share: _builtins.float
+    """Share of the sessions of `id`, relative to the other releases of this id."""
     state: _builtins.str
-    """"ready", "asleep", "waking", "down" (no worker is ready) or "leaving" (it serves no new requests)."""
+    """"ready", "asleep", "waking", "down" (no decode worker is ready) or "leaving" (it serves no new requests)."""
     held: _builtins.int
-    """Requests that wait until the model is awake, at all routers."""
+    """Requests that all routers hold until the model is awake."""
     wake_s: _builtins.float
-    """Seconds from the latest wake-up's request to its first ready decode worker; 0: not known."""
+    """Seconds from the request for the latest wake-up to the first ready decode worker; 0: not known."""
     @_builtins.property
     def pools(self) -> _containers.MessageMap[_builtins.str, Global___Pool]: ...
     @_builtins.property

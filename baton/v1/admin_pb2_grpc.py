@@ -177,7 +177,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WakeModel(self, request, context):
-        """Starts the workers of a model that sleeps, and returns immediately. No effect on a model that is awake.
+        """Starts the workers of a model that sleeps, and returns immediately. Does nothing if the model is awake.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

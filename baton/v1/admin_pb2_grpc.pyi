@@ -59,7 +59,7 @@ class AdminStub:
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
     """Lists the registered adapters, ordered by name."""
     WakeModel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WakeModelRequest, _admin_pb2.WakeModelResponse]
-    """Starts the workers of a model that sleeps, and returns immediately. No effect on a model that is awake."""
+    """Starts the workers of a model that sleeps, and returns immediately. Does nothing if the model is awake."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -90,7 +90,7 @@ class AdminAsyncStub(AdminStub):
     ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Lists the registered adapters, ordered by name."""
     WakeModel: _aio.UnaryUnaryMultiCallable[_admin_pb2.WakeModelRequest, _admin_pb2.WakeModelResponse]  # type: ignore[assignment]
-    """Starts the workers of a model that sleeps, and returns immediately. No effect on a model that is awake."""
+    """Starts the workers of a model that sleeps, and returns immediately. Does nothing if the model is awake."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -190,6 +190,6 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.WakeModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.WakeModelResponse, _abc.Awaitable[_admin_pb2.WakeModelResponse]]:
-        """Starts the workers of a model that sleeps, and returns immediately. No effect on a model that is awake."""
+        """Starts the workers of a model that sleeps, and returns immediately. Does nothing if the model is awake."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

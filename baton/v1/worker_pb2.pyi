@@ -111,7 +111,7 @@ class ReadModelFilesRequest(_message.Message):
 
     DIGEST_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
-    """Digest of the files, as announced. Others are refused."""
+    """Announced digest of the files. Requests for another digest are refused."""
     def __init__(
         self,
         *,

@@ -311,8 +311,8 @@ class WorkerControl:
 
 
 class ModelFilesStub:
-    """The files with which a router writes prompts and reads answers: configuration, tokenizer and chat template, no weights.
-    Workers have it, and so has the controller as soon as it has a copy.
+    """Provides the files with which routers render prompts and parse responses: configuration, tokenizer and chat template,
+    no weights. Workers serve it, and so does the controller as soon as it has a copy of the files.
     """
 
     def __init__(self, channel):
@@ -329,8 +329,8 @@ class ModelFilesStub:
 
 
 class ModelFilesServicer:
-    """The files with which a router writes prompts and reads answers: configuration, tokenizer and chat template, no weights.
-    Workers have it, and so has the controller as soon as it has a copy.
+    """Provides the files with which routers render prompts and parse responses: configuration, tokenizer and chat template,
+    no weights. Workers serve it, and so does the controller as soon as it has a copy of the files.
     """
 
     def ReadModelFiles(self, request, context):
@@ -357,8 +357,8 @@ def add_ModelFilesServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelFiles:
-    """The files with which a router writes prompts and reads answers: configuration, tokenizer and chat template, no weights.
-    Workers have it, and so has the controller as soon as it has a copy.
+    """Provides the files with which routers render prompts and parse responses: configuration, tokenizer and chat template,
+    no weights. Workers serve it, and so does the controller as soon as it has a copy of the files.
     """
 
     @staticmethod

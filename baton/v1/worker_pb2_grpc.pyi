@@ -149,8 +149,8 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class ModelFilesStub:
-    """The files with which a router writes prompts and reads answers: configuration, tokenizer and chat template, no weights.
-    Workers have it, and so has the controller as soon as it has a copy.
+    """Provides the files with which routers render prompts and parse responses: configuration, tokenizer and chat template,
+    no weights. Workers serve it, and so does the controller as soon as it has a copy of the files.
     """
 
     @_typing.overload
@@ -162,8 +162,8 @@ class ModelFilesStub:
 
 @_typing.type_check_only
 class ModelFilesAsyncStub(ModelFilesStub):
-    """The files with which a router writes prompts and reads answers: configuration, tokenizer and chat template, no weights.
-    Workers have it, and so has the controller as soon as it has a copy.
+    """Provides the files with which routers render prompts and parse responses: configuration, tokenizer and chat template,
+    no weights. Workers serve it, and so does the controller as soon as it has a copy of the files.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -171,8 +171,8 @@ class ModelFilesAsyncStub(ModelFilesStub):
     """Returns the files in pieces, in the order of their names."""
 
 class ModelFilesServicer(metaclass=_abc_1.ABCMeta):
-    """The files with which a router writes prompts and reads answers: configuration, tokenizer and chat template, no weights.
-    Workers have it, and so has the controller as soon as it has a copy.
+    """Provides the files with which routers render prompts and parse responses: configuration, tokenizer and chat template,
+    no weights. Workers serve it, and so does the controller as soon as it has a copy of the files.
     """
 
     @_abc_1.abstractmethod

@@ -16,15 +16,16 @@ from deploy.scaling.window import of_model
 from kvstore.leases import MODEL_LEASE_S, EndpointStore
 
 REPEAT_S = MODEL_LEASE_S / 6
-"""Time after which an unchanged announcement is written again. Routers verify each one that is written."""
+"""Time after which the controller repeats an unchanged announcement: ten seconds. Routers verify every repetition, so
+it should not be short."""
 
 
 class ModelAnnouncer:
-    """Announcer of the model, as soon as the digest of its files is known: from a worker, or from an earlier process.
+    """Announces the model, once the digest of its files is known from a worker or from the state file.
 
     Attributes:
         state: the state that is announced.
-        problem: the reason why a wake-up makes no progress.
+        problem: see `ModelAnnouncement.problem`.
         is_leaving: see `ModelAnnouncement.is_leaving`.
     """
 
@@ -36,11 +37,11 @@ class ModelAnnouncer:
         self.state = state
         self._content_id = content_id(config.kv_identity)
         self._announced: tuple[str, ModelAnnouncement | None] = ("", None)
-        """Token of Redis and announcement that were written last."""
+        """Boot token of Redis at the latest announcement, and that announcement."""
         self._announced_s = 0.0
 
     def learn(self, leases: Iterable[Worker]) -> bool:
-        """Follow the digest that the workers report. Returns whether the announcement has changed.
+        """Record the digest that the workers report. Return whether it has changed.
 
         Raises:
             ConfigError: the state file cannot be written.
@@ -75,10 +76,10 @@ class ModelAnnouncer:
         )
 
     async def announce(self, boot: str) -> None:
-        """Announce the model if its files are known and something has changed, or REPEAT_S have passed.
+        """Announce the model if its files are known, and the announcement has changed or is older than REPEAT_S.
 
         Args:
-            boot: the token of Redis, which changes if Redis has lost its data.
+            boot: the boot token of Redis, which changes if Redis has lost its data.
 
         Raises:
             StoreUnavailable: Redis does not answer.
@@ -97,9 +98,9 @@ class ModelAnnouncer:
 def chosen_files(announced: str, workers: Iterable[Worker]) -> str:
     """Return the digest of the files to announce: the one that most ready workers report.
 
-    While workers are replaced because their settings have changed, some report another digest. If two digests have as
-    many workers, the announced one stays, so that it changes once; otherwise the newest worker decides. Without a ready
-    worker that reports a digest, the announced one stays.
+    During a rollout of changed files, some workers report the old digest and others the new one. If two digests have
+    equally many workers, the announced one stays, so that it changes only once; if it is neither of them, the newest
+    worker decides. If no ready worker reports a digest, the announced one stays.
     """
     ready = [worker.info for worker in workers if worker.load.state is WorkerState.READY and worker.info.files]
     num = Counter(info.files for info in ready)

@@ -1,7 +1,7 @@
 """The claim of a controller to its model's keys in Redis, which no other cluster may share.
 
-Leases, sizes and the index of a model are stored under its content id. Two clusters with one content id would end each
-other's workers.
+Leases, sizes and the index of a model are stored under its content id. The controllers of two clusters with the same
+content id would end each other's workers.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Claim:
     async def hold(self) -> None:
         """Make sure that no other cluster's controller holds the keys. Called before each announcement.
 
-        A controller of the same cluster is a predecessor, and is replaced. Another cluster's controller may have ended
-        lately: the first call waits until it is no longer listed, for as long as a lease lasts. Of two controllers that
-        started at the same time, the one whose cluster's name comes first stays.
+        A controller of the same cluster is a predecessor, and this one replaces it. Another cluster's controller may
+        have ended recently, so the first call waits up to a lease until it is no longer listed. If two controllers
+        start at the same time, the one whose cluster's name sorts first continues.
 
         Raises:
             ConfigError: the controller of another cluster holds them.
@@ -55,7 +55,7 @@ class Claim:
         self._is_held = True
 
     async def _other(self) -> ControllerInfo | None:
-        """Return the controller of another cluster, if one is listed. An earlier release does not name its cluster."""
+        """Return the controller of another cluster, if one is listed. Earlier releases do not report their cluster."""
         found = await self._leases.get_controller()
         return found if found is not None and found.cluster not in ("", self._cluster) else None
 
@@ -72,7 +72,7 @@ class Claim:
 
 
 async def is_surely_gone(address: str) -> bool:
-    """Return whether no process of this machine listens at a loopback address.
+    """Return True if the address is a loopback address and no process listens there.
 
     It is False for addresses of other machines, which may be unreachable for other reasons.
     """

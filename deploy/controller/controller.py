@@ -130,7 +130,7 @@ class Controller:
         self._pods: Sequence[NodePod] = ()
         self._follows_specs = True
         self._wake_refusal = ""
-        """Reason why the latest wake-up could not begin; empty: it could."""
+        """Reason why the latest wake-up could not start; empty: it could."""
         self._is_whole = asyncio.Event()
 
     async def claim(self) -> None:
@@ -209,7 +209,7 @@ class Controller:
         await self._is_whole.wait()
 
     async def end_workers(self) -> None:
-        """Let the model leave its endpoint and every worker the cluster, and end the workers. `run` must have ended.
+        """Remove the model from its endpoint, and end its workers. `run` must have ended.
 
         Routers refuse new requests as soon as they have read that the model leaves. Running ones may complete before
         the workers end, because no other worker could continue them.
@@ -219,13 +219,13 @@ class Controller:
             async with asyncio.timeout(min(cluster.drain_timeout_s, cluster.stop_timeout_s / 2)):
                 await self._until_unused()
         except TimeoutError:
-            logger.warning("requests still run, and end with their workers")
+            logger.warning("some requests still run; they end with their workers")
         except BatonError as error:
-            logger.warning("routers do not learn that the model leaves: %s", error)
+            logger.warning("the controller cannot announce that the model leaves: %s", error)
         await self._lives.end_all()
 
     async def _until_unused(self) -> None:
-        """Announce that the model leaves, and wait until no request of it runs. Raises StoreUnavailable."""
+        """Announce that the model leaves, and wait until none of its requests runs. Raises StoreUnavailable."""
         self._model.is_leaving = True
         await self._watch.exchange()
         while self._lives.workers and await self._callers():
@@ -313,7 +313,7 @@ class Controller:
 
     @property
     def has_copy(self) -> bool:
-        """True if it has the model's files as announced, so that routers can read them while no worker runs."""
+        """True if it has a copy of the announced files, which routers can read while no worker runs."""
         return bool(self.state.files) and self._copy.digest == self.state.files
 
     def read_files(self, digest: str) -> ServingFiles:
@@ -321,7 +321,7 @@ class Controller:
         return self._copy.read(digest)
 
     def refuse_to_wake(self, reason: str) -> None:
-        """Announce the reason why a wake-up cannot begin, until the model is awake or another wake-up can."""
+        """Announce the reason why a wake-up cannot start, until the model is awake or another wake-up starts."""
         self._wake_refusal = reason
         self._announce_problem()
 
@@ -480,7 +480,7 @@ class Controller:
                     await self._lives.due.wait()
 
     def _announce_problem(self) -> None:
-        """Update the reason why a wake-up makes no progress, and announce it at once if it is another one."""
+        """Update the reason why a wake-up makes no progress, and announce it at once if it has changed."""
         if self.state.sleep is None:
             self._wake_refusal = ""
         failures = {worker.id: worker.failure for worker in self._lives.workers.values() if worker.failure}

@@ -39,7 +39,7 @@ class ModelCopy:
         return self._provided.read(digest)
 
     async def open(self) -> None:
-        """Take over the copy of an earlier process, if it can be read."""
+        """Use the copy of an earlier process, if it can be read."""
         if not self._folder.is_dir():
             return
         try:

@@ -46,13 +46,13 @@ class Orders:
         self._changing: asyncio.Task[None] | None = None
         self._waking: asyncio.Task[None] | None = None
         self._sizing = asyncio.Lock()
-        """Held while sizes change, so that a wake-up waits until the model sleeps, and many wake-ups start once."""
+        """Held while sizes change: a wake-up waits until the model sleeps, and many wake-ups start the workers once."""
 
     def resume(self) -> None:
         """Continue what the previous controller has started.
 
-        Of a change of role, the worker's answer shows the outcome. A model that sleeps is awakened if it may no longer
-        sleep, or if the copy of its files is lost, without which no router could request it.
+        For a change of role, the worker's answer shows the outcome. The controller wakes a model that sleeps if the
+        model may no longer sleep, or if the copy of its files is lost, which routers need to serve it.
         """
         controller = self._controller
         if controller.state.sleep and not (controller.config.autoscale.may_sleep and controller.has_copy):
@@ -104,8 +104,8 @@ class Orders:
     async def sleep(self) -> None:
         """Stop all workers until a request wakes the model. Returns when they leave.
 
-        The state file has the sleep before the ServingPools have their sizes: if the controller dies in between, the
-        sizes that its successor finds there wake the model.
+        The controller writes the sleep to the state file before it changes the ServingPools. If it dies in between, its
+        successor finds sizes above 0 in the ServingPools, and they wake the model.
 
         Raises:
             Conflict: the model must not sleep now.
@@ -118,7 +118,7 @@ class Orders:
             self._refuse_during_the_start()
             self._refuse_during_a_change_of_role()
             if not controller.has_copy:
-                raise Conflict("the model cannot sleep: its files, which routers need to wake it, are not copied yet")
+                raise Conflict("the model cannot sleep: the controller has no copy of its files yet, for routers")
             if reason := controller.sizes_problem(EMPTY):
                 raise Conflict(f"the model cannot sleep: {reason}")
             controller.record(fallen_asleep(awake))
@@ -133,7 +133,7 @@ class Orders:
             controller.step()
 
     async def wake(self) -> None:
-        """Start workers for a model that sleeps. Returns immediately; without effect if it is awake, or wakes already.
+        """Start workers for a model that sleeps, and return immediately. Do nothing if it is awake or already wakes.
 
         Raises:
             Conflict: the workers do not fit, or must not be started. The reason is announced.

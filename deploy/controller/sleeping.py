@@ -6,7 +6,7 @@
       │ a decode worker is ready,                                          │  KEDA has scaled the decode pool
       └ in mode disaggregated a prefill worker too ── WAKING <─────────────┘
 
-A model whose decode pool an operator has emptied is not asleep, and no request wakes it.
+If an operator scales the decode pool to 0, the model is not asleep, and no request wakes it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def fallen_asleep(state: ControllerState) -> ControllerState:
 
 
 def resized(state: ControllerState, desired: Mapping[Role, int], now_s: float) -> ControllerState:
-    """Return the state with other sizes. If the model sleeps, its first desired decode worker begins a wake-up.
+    """Return the state with new sizes. If the model sleeps, a size of the decode pool above 0 starts a wake-up.
 
-    A wake-up whose decode workers are no longer desired ends, and the model sleeps on.
+    If the decode pool is set back to 0 during a wake-up, the wake-up ends, and the model remains asleep.
 
     Args:
         now_s: Unix time.
@@ -46,7 +46,8 @@ def resized(state: ControllerState, desired: Mapping[Role, int], now_s: float) -
 def wake_sizes(state: ControllerState, sleep: Sleep, config: Config) -> dict[Role, int]:
     """Return the sizes with which a model that sleeps wakes.
 
-    The autoscaler adds workers afterwards. It cannot without `autoscale.max_workers`; then the sizes are those before.
+    Each pool starts with at most one worker, and the autoscaler adds more. If it may not, because
+    `autoscale.max_workers` is 0, the pools get the sizes that they had before the sleep.
     """
     before = {role: max(sleep.before[role], min_workers(role, config)) for role in Role}
     if config.router.mode == "aggregated":
@@ -59,7 +60,7 @@ def wake_sizes(state: ControllerState, sleep: Sleep, config: Config) -> dict[Rol
 def awoken(
     state: ControllerState, workers: Collection[ObservedWorker], config: Config, now_s: float
 ) -> ControllerState | None:
-    """Return the state of a model whose wake-up is complete; None: it is not, or the model was not asleep.
+    """Return the state after a complete wake-up; None: the wake-up is not complete, or the model was not asleep.
 
     Args:
         now_s: Unix time.
@@ -79,7 +80,7 @@ def wake_problem(
 
     Args:
         failures: last error of each worker that has failed to start, by worker id.
-        refusal: reason why the latest wake-up could not begin; empty: it could.
+        refusal: reason why the latest wake-up could not start; empty: it could.
     """
     if state.sleep is None:
         return ""

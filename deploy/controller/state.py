@@ -28,12 +28,12 @@ class RoleChange:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Sleep of the model: its pools are empty until a request wakes it, or they fill again after one has."""
+    """Sleep of the model, from when its pools are emptied until its wake-up is complete."""
 
     before: Mapping[Role, int]
-    """Sizes of the pools before."""
+    """Sizes of the pools before the sleep."""
     waking_since_s: float = 0.0
-    """Unix time at which a decode worker was requested; 0: none is."""
+    """Unix time at which the wake-up started; 0: it has not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class ControllerState:
     """GPUs per worker of each pool, constant for the life of a cluster: a replacement gets the GPUs of the worker that
     left."""
     sleep: Sleep | None = None
-    """None: the model is awake, or an operator has emptied its pools."""
+    """None: the model is awake, or an operator has scaled its decode pool to 0."""
     wake_s: float = 0.0
     """Time from the request that ended the latest sleep to the first ready decode worker; 0: there was no sleep."""
     files: str = ""

@@ -1,4 +1,4 @@
-"""The controller of one model under `baton up`, which restarts it without disturbing those of other models."""
+"""The controller of one model under `baton up`, as a child process that is restarted when it dies."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LOOPBACK = "127.0.0.1"
 
 
 class ControllerChild:
-    """Process of the controller of one model, and the end of its workers.
+    """Process of the controller of one model. `stop` also ends its workers.
 
     Args:
         config: configuration of the model, with the Ray namespace of its workers (`cluster.name`).
         state_path: the controller's state file.
         keys: key files of the members on this machine. Workers elsewhere have theirs at `cluster.secret`.
-        environment: variables of our own Ray; empty: an existing Ray cluster is joined.
+        environment: variables for Ray if `baton up` has started it; empty: the process joins an existing Ray cluster.
         label: name of the model in messages and in the name of the log; empty: it is the only model.
         logs: folder for its output; None: it writes to our own output.
     """

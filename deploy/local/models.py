@@ -1,7 +1,7 @@
 """The models that one `baton up` serves: a configuration for each of them.
 
-The first one is the configuration of the cluster. Every further model has the same settings, except those that its own
-file changes, and its own name, Ray namespace and state file. Pure.
+The first one is the configuration of the cluster. Every further model has the same settings, except those in its own
+file, and it has its own name, Ray namespace and state file. Pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
 }
 """Settings of other sections that may differ between the models."""
 OF_ONE_MODEL = ("id", "served_name", "path", "revision", "chat_template")
-"""Settings of `model` that belong to one model; the others hold for every model."""
+"""Settings of `model` that apply to one model only; the others apply to every model."""
 
 
 def another_model(base: Config, values: Mapping[str, Any], source: str) -> Config:
@@ -37,7 +37,7 @@ def another_model(base: Config, values: Mapping[str, Any], source: str) -> Confi
         source: name of the file in errors.
 
     Raises:
-        ConfigError: a setting is unknown, holds for all models, or has a value that is not allowed.
+        ConfigError: a setting is unknown, applies to all models, or has an invalid value.
     """
     for name, section in values.items():
         _require_own(name, section, source)
@@ -61,7 +61,7 @@ def _require_own(name: str, section: Any, source: str) -> None:
         if setting not in SETTINGS.get(name, ()):
             known = ", ".join([*(each for each in SECTIONS if each != "testing"), *_names(SETTINGS)])
             raise ConfigError(
-                f"{source} has the settings of a further model, but {name}.{setting} holds for all models: set it in "
+                f"{source} has the settings of a further model, but {name}.{setting} applies to all models: set it in "
                 f"the first file; a further model may have its own {known}"
             )
 
@@ -71,12 +71,12 @@ def _names(settings: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _is_same_model(base: ModelConfig, values: Mapping[str, Any]) -> bool:
-    """Return whether a further model has the weights of the first one, in another format for example."""
+    """Return whether a further model is the first one again, for example in another weight format."""
     return all(values.get(name, getattr(base, name)) == getattr(base, name) for name in ("id", "path"))
 
 
 def _without_own_names(base: Config, *, is_same_model: bool) -> Config:
-    """Return the configuration of the cluster without what only its first model may have."""
+    """Return the configuration of the cluster without the settings that apply to its first model only."""
     model = dataclasses.replace(base.model, release="", share=1.0)
     cluster = dataclasses.replace(base.cluster, name="", state_file="", controller_port=0)
     if is_same_model:
@@ -98,7 +98,7 @@ def _without_own_names(base: Config, *, is_same_model: bool) -> Config:
 def require_distinct(configs: Sequence[Config]) -> None:
     """Raise ConfigError if two models cannot be served together. Their revisions must be known.
 
-    Two models may have one name, if they are versions of it: then their shares divide its sessions.
+    Two models may have the same name: their shares divide its sessions.
     """
     contents: dict[str, Config] = {}
     releases: dict[str, Config] = {}
@@ -106,7 +106,7 @@ def require_distinct(configs: Sequence[Config]) -> None:
         model, release = config.model, file_name(config.release)
         if contents.setdefault(content_id(config.kv_identity), config) is not config:
             raise ConfigError(
-                f"{model.served_name} ({model.id}) is given twice: it has the same weights in the same format "
+                f"{model.served_name} ({model.id}) is listed twice: it has the same weights in the same format "
                 f"(model.weights) as another model of this cluster; use --decode for more workers"
             )
         if releases.setdefault(release, config) is not config:

@@ -1,8 +1,8 @@
-"""Decides that a model may sleep: nothing has requested it for the whole of `autoscale.idle_s`. Pure.
+"""Decides when a model may sleep: after `autoscale.idle_s` without a request. Pure.
 
-Each observation either shows demand, or extends the time without any. Only evidence counts: while the cluster cannot be
-observed, or no router is known, requests may arrive unseen, so the time starts again afterwards. It also starts again
-when a router is gone, whose last counts are unknown, and when the model has just been awakened.
+Each observation of the cluster either shows demand, or extends the time without demand. The time starts again if
+requests may have arrived unobserved: after the cluster could not be observed, after no router was known, and when a
+router has disappeared, because its last counts are unknown. It also starts again when a wake-up is complete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.cluster import ClusterStatus, Role, WorkerState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """What an observation shows of the demand for the model."""
+    """Demand for the model, as one observation shows it."""
 
     routers: Mapping[tuple[str, int], int]
     """Requests that each router has completed or refused, by its id and process id."""
@@ -27,31 +27,31 @@ class Activity:
     is_desired: bool
     """True if the model should have a decode worker."""
     is_ready: bool
-    """True if it has one."""
+    """True if a decode worker is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idleness:
-    """Memory between two observations."""
+    """State between two observations."""
 
     since_s: float = math.inf
-    """Time since which the observations have shown no demand; infinite: the latest one has shown some, or nothing."""
+    """Time since which the observations have shown no demand; infinite: the latest one has shown demand, or failed."""
     latest: Activity | None = None
     """None: the cluster could not be observed."""
     has_served: bool = False
-    """True if a decode worker has been ready since the model was awakened."""
+    """True if a decode worker has been ready since the model woke."""
 
     def seconds(self, now_s: float) -> float:
-        """Return the time without demand until now; 0: there is some, or it is unknown."""
+        """Return the time without demand until now; 0: there is demand, or it is unknown."""
         return max(now_s - self.since_s, 0.0)
 
 
 UNKNOWN = Idleness()
-"""Memory of a new controller, and of one that could not observe the cluster."""
+"""State of a new controller, and of one that could not observe the cluster."""
 
 
 def activity_of(status: ClusterStatus) -> Activity:
-    """Return what a status shows. Its routers must have the counts of this model (`deploy.scaling.window.of_model`)."""
+    """Return the demand that a status shows. The routers' counts must be those of this model (`window.of_model`)."""
     pool = status.pools.get(Role.DECODE.value)
     in_flight = sum(model.in_flight + model.held for router in status.routers for model in router.models)
     ready = [worker for worker in status.workers if worker.load.state is WorkerState.READY]
@@ -65,7 +65,7 @@ def activity_of(status: ClusterStatus) -> Activity:
 
 
 def observed(idleness: Idleness, seen: Activity, now_s: float) -> Idleness:
-    """Return the memory after another observation."""
+    """Return the state after another observation."""
     has_served = seen.is_desired and (idleness.has_served or seen.is_ready)
     if seen.num_open or not seen.routers or not seen.is_desired:
         since_s = math.inf

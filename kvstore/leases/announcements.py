@@ -1,4 +1,4 @@
-"""Announcements in Redis: values that a router or a controller writes again and again, and that name their author."""
+"""Announcements in Redis: signed values that a router or a controller renews regularly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Announcements:
     """Values that this process announces, and authentic values that it reads.
 
     Args:
-        lease_s: time for which Redis keeps an announced value, and for which a value counts after it was first read.
+        lease_s: time for which Redis keeps an announced value, and for which a reader accepts a value after it first
+            read it.
         clock: wall time in seconds.
         monotonic_s: monotonic seconds.
         keys: this member's keys; None: nothing is signed, and every readable value is accepted.
@@ -70,7 +71,7 @@ class Announcements:
 
         Args:
             decode: decodes the value's body; raises ValueError.
-            is_lasting: True if the value counts until the next one is written, regardless of its age.
+            is_lasting: True if readers accept the value until the next one is written, regardless of its age.
         """
         if self.signed is None:
             return self.decoded(key, decode, found)
@@ -96,12 +97,13 @@ class Announcements:
     async def set_stamps(self, *, may_fall: bool) -> bool:
         """Adjust the stamps of the next writes if this machine's clock was set by more than readers tolerate.
 
-        The clock may be right now, or may have been right before; Redis' clock decides. Stamps follow this process's
-        own clock or its own count of elapsed time, never Redis: a false time from Redis can make readers reject the
+        Either the new time or the old one may be correct; Redis' clock decides. Stamps come from this process's clock
+        or from its own count of elapsed time, never from Redis. So a false time from Redis can make readers reject the
         stamps, but it cannot make a member sign a value that is valid on another day.
 
         Args:
-            may_fall: whether stamps may be lower than earlier ones. Readers accept stamps of a higher epoch at once.
+            may_fall: whether stamps may be lower than earlier ones; readers accept lower stamps at once with a higher
+            epoch.
 
         Returns:
             False if the stamps would have to be lower.
@@ -177,7 +179,7 @@ class AnnouncedSet(Generic[T]):
         await self._announcements.announce(key, body, ids=self._ids_key, announced_id=announced_id)
 
     async def list(self) -> list[T]:
-        """Return the values that count, sorted by id. An unchanged value is neither verified nor decoded again."""
+        """Return the valid values, sorted by id. An unchanged value is neither verified nor decoded again."""
         ids = await self._ids.look()
         keys = [self._key_of(each) for each in ids]
         names = iter(zip(ids, keys, strict=True))

@@ -1,7 +1,7 @@
-"""What the models of one endpoint share, in Redis; `kvstore/index/keys.py` lists the keys.
+"""Announcements of an endpoint's routers and models in Redis; `kvstore/index/keys.py` lists the keys.
 
-Routers announce themselves for a lease, and controllers announce their models for `MODEL_LEASE_S`. A reader accepts a
-model only from a controller, under the content id that it was signed for.
+Routers announce themselves for a lease, and controllers announce their models for `MODEL_LEASE_S`. A reader accepts the
+announcement of a model only if a controller has signed it for this content id.
 """
 
 from __future__ import annotations

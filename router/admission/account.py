@@ -1,6 +1,6 @@
 """Arithmetic of a tenant's limits: use of each sliding window, and whether an entry fits. Pure: time is an argument.
 
-A tenant has an account over all models, and one with each model for which it has limits. `book` records a request in
+A tenant has an account over all models, and one for each model with limits of its own. `book` records a request in
 both or in none.
 
 A window is divided into SPANS spans, and an amount counts until its whole span has left the window. So no interval of a
@@ -29,7 +29,7 @@ class LedgerEntry:
 
     tenant_id: str
     model: str = ""
-    """Model whose account it is, beside the tenant's account over all models; empty: that one."""
+    """Model whose account it is; empty: the tenant's account over all models."""
     limits: tuple[int | None, int | None, int | None]
     """Limit of each window; None: no limit, and nothing is counted."""
     max_in_flight: int | None = None
@@ -58,8 +58,8 @@ class LedgerAnswer:
     """Outcome of an entry, and the account's windows after it."""
 
     refused_by: int | None
-    """Index of the limit that the entry would exceed; None: none. Entries that are sent together are recorded only if
-    none of them is refused."""
+    """Index of the limit that the entry would exceed; None: none. The ledger records entries that are sent together
+    only if it refuses none of them."""
     retry_ms: int
     """Milliseconds until that window has room, if no other request takes it; 0 if answers in flight must end first."""
     used: tuple[int, ...]

@@ -1,11 +1,11 @@
 """Enforces the tenants' limits over all routers.
 
 A request of a tenant with limits writes one entry to the ledger, after its prompt is tokenized: the request, its prompt
-tokens and the number of answers that it asks for. If the tenant has limits with the requested model, too, there is an
-entry in a second account, and the ledger records both or none. The router caches the ledger's refusals, so while a
-limit is exhausted, it refuses requests on arrival without asking the ledger. The tokens of the answers are recorded
-with the account's next request, or by `run` if none follows at once. `run` also renews the answers in flight in the
-ledger, with one entry per account.
+tokens and the number of answers that it asks for. If the tenant also has limits for the requested model, the request
+writes a second entry to the account of that model, and the ledger records both entries or none. The router caches the
+ledger's refusals, so while a limit is exhausted, it refuses requests on arrival without asking the ledger. The tokens
+of the answers are recorded with the account's next request, or by `run` if none follows at once. `run` also renews the
+answers in flight in the ledger, with one entry per account.
 
 A router records its total number of answers in flight, not increments. So nothing needs a rollback: the next entry
 corrects a lost one, and the answers of a dead router expire with its lease.
@@ -94,7 +94,7 @@ class _Holding:
     @property
     def of_model(self) -> str:
         """The model as errors name it, after the tenant."""
-        return f" with the model {self.model!r}" if self.model else ""
+        return f" for the model {self.model!r}" if self.model else ""
 
     def hold(self, charge: Charge, sign: int = 1) -> None:
         """Add a request's answers to those in flight, or with a sign of -1 remove them."""
@@ -121,12 +121,12 @@ class Charge:
     accounts: Accounts | None = None
     """None if the tenant has no limits."""
     holdings: tuple[_Holding, ...] = ()
-    """The accounts that it is charged to: the tenant's, that with the requested model, or both."""
+    """The accounts that it is charged to: the tenant's over all models, the one for the requested model, or both."""
     num_answers: int = 0
     num_reserved: int = 0
     """Tokens reserved for the answers."""
     quota: Quota | None = None
-    """The tighter remaining quota of the accounts after the request is recorded; None: they have no rate limits."""
+    """The smaller remaining quota of its accounts, after the request is recorded; None: they have no rate limits."""
     is_open: bool = False
     """True while the charge is recorded, or being recorded, and not settled."""
 
@@ -184,8 +184,8 @@ class Accounts:
         """Check a new request against the cached limits, before it costs anything.
 
         Args:
-            model: name of the served model or adapter that it requests. It becomes a part of a key in Redis, so it must
-                not be any text that a client sent.
+            model: name of the served model or adapter that it requests. It is part of a key in Redis, so the caller
+                must have checked that such a model exists.
 
         Raises:
             QuotaExceeded: a limit of the tenant is known to be exhausted.
@@ -368,7 +368,7 @@ class Accounts:
     ) -> QuotaExceeded:
         """Return the error for a refusal by the ledger, and cache which limits are exhausted.
 
-        If both accounts refuse, the error names the one that has room later.
+        If both accounts refuse, the error names the one that would admit the request later.
         """
         refusals = []
         for holding, entry, answer in zip(holdings, entries, answers, strict=True):
@@ -405,7 +405,7 @@ def is_refused(answers: Iterable[LedgerAnswer]) -> bool:
 
 
 def tightest(quotas: Iterable[Quota | None]) -> Quota | None:
-    """Return of each rate limit the one with the smallest rest; None: there are no rate limits."""
+    """Return for each rate limit the quota with the smallest remainder; None: there are no rate limits."""
     known = [quota for quota in quotas if quota is not None]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""Limits of a tenant, and patterns of the names of models to which they may apply."""
+"""A tenant's limits, and patterns that select models by name."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_PATTERNS = 64
-"""Maximum number of patterns in a list of them."""
+"""Maximum number of patterns in a list."""
 MAX_PATTERN = 256
 """Maximum length of a pattern in characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits on a tenant's requests, over all models or with one model. None: no limit."""
+    """Limits on a tenant's requests, over all models or for one model. None: no limit."""
 
     requests_per_minute: int | None = None
     """Maximum number of requests in any 60 seconds, over all routers."""
@@ -35,16 +35,16 @@ class Limits:
 
     @property
     def need_an_account(self) -> bool:
-        """True if usage must be counted to enforce them; the length of an answer needs no count."""
+        """True if a ledger must count usage to enforce them: the length of an answer alone needs no count."""
         return self.max_in_flight is not None or self.windows != (None, None, None)
 
 
 LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_in_flight", "max_answer_tokens")
-"""Names of the limits. All but the last are counted, and a ledger refers to them by their index."""
+"""Names of the limits. A ledger counts all but the last, and refers to them by their index."""
 
 
 def tighter(one: Limits, other: Limits) -> Limits:
-    """Return the lower of each two limits."""
+    """Return each limit as the lower one of the two."""
     return Limits(**{name: _least((getattr(one, name), getattr(other, name))) for name in LIMITS})
 
 
@@ -60,7 +60,7 @@ def match_any(patterns: tuple[str, ...], name: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _sorted(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...], tuple[str, ...]]:
-    """Return the patterns without a star, the texts before the star of those that have one at the end, and others."""
+    """Return the patterns in three groups: plain names, the prefixes of patterns such as `llama-*`, and others."""
     names = frozenset(pattern for pattern in patterns if "*" not in pattern)
     starts = tuple(pattern[:-1] for pattern in patterns if 0 <= pattern.find("*") == len(pattern) - 1)
     return names, starts, tuple(pattern for pattern in patterns if 0 <= pattern.find("*") < len(pattern) - 1)
@@ -69,8 +69,8 @@ def _sorted(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...],
 def matches(pattern: str, name: str) -> bool:
     """Return whether a name matches a pattern, in which `*` stands for any text. Case matters.
 
-    Each text between two stars is searched once, after the one before it: the first place that fits leaves most room
-    for the others. So the time is linear in the length of the name, whatever the pattern.
+    It searches each text between two stars once, after the text before it. The first match is always right, because it
+    leaves the most room for the texts that follow. So a match needs no backtracking.
     """
     first, *middle = pattern.split("*")
     if not middle:

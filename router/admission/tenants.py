@@ -89,10 +89,10 @@ class Tenant(Limits):
     strict: bool | None = None
     """True if unknown fields in its HTTP requests are refused; None: `router.strict` applies."""
     models: tuple[str, ...] = ()
-    """Patterns of the names of models and adapters that it may request and sees; empty: all. See `matches`."""
+    """Patterns of the names of models and adapters that it may list and request; empty: all. See `matches`."""
     model_limits: tuple[tuple[str, Limits], ...] = ()
-    """Pattern of models' names -> limits with each of them, in addition to the tenant's limits over all models. The
-    first pattern that matches a name applies."""
+    """Pattern of models' names -> limits for each of these models, in addition to the limits over all models. The first
+    pattern that matches a name applies."""
 
     @property
     def scope(self) -> str:
@@ -104,11 +104,11 @@ class Tenant(Limits):
         return not self.models or match_any(self.models, name)
 
     def limits_of(self, model: str) -> Limits:
-        """Return the limits with one model, which apply in addition to those over all models."""
+        """Return the limits for one model, which apply in addition to those over all models."""
         return next((limits for pattern, limits in self.model_limits if matches(pattern, model)), NO_LIMITS)
 
     def tightest(self, model: str) -> Limits:
-        """Return the lower of each limit over all models and that with one model."""
+        """Return each limit as the lower one of two: over all models, and for one model."""
         return tighter(self, self.limits_of(model)) if self.model_limits else self
 
 
@@ -333,7 +333,7 @@ def _entry(tenant_id: object, fields: object, where: str) -> tuple[Tenant, list[
 
 
 def _limits(fields: object, where: str) -> Limits:
-    """Parse the limits with one model."""
+    """Parse the limits for one model."""
     if not isinstance(fields, dict):
         raise ConfigError(f"{where} must be a section with limits, such as {{requests_per_minute: 60}}")
     _check(fields, LIMIT_CHECKS, where)
@@ -408,7 +408,7 @@ PROOFS = {"key_sha256", "certificates"}
 LIMIT_CHECKS: dict[str, Check] = dict.fromkeys(
     LIMITS, (lambda value: _is_between(value, 1, MAX_LIMIT, int), f"a whole number from 1 to {MAX_LIMIT}")
 )
-"""Limit, over all models or with one -> its check."""
+"""Name of a limit -> its check."""
 PATTERNS = f"at most {MAX_PATTERNS} patterns of models' names, each of 1 to {MAX_PATTERN} printable characters"
 CHECKS: dict[str, Check] = {
     "key_sha256": (_are_digests, "a list of one or more of what `printf %s KEY | sha256sum` prints: 64 digits, quoted"),

@@ -274,8 +274,8 @@ class Claim:
     arrived_s: float
     """Arrival of the request, on the monotonic clock, or its release if it was held: its objectives count from here."""
     was_held: bool = False
-    """True if the router has held it until its model was awake. It was accepted then, so it is not refused because many
-    held requests come at once."""
+    """True if the router has held it until its model was awake. The router has accepted it, so it does not refuse it
+    when many held requests are released at once."""
 
     def released(self, now_s: float) -> Claim:
         """Return the claim of a request that was held until now."""

@@ -1,8 +1,8 @@
-"""The session of a request: what stays the same while a conversation grows.
+"""The session of a request: it stays the same while a conversation grows.
 
 A client may name it (header or metadata `x-session-id`). Otherwise it is the start of the prompt: the messages up to
 the user's first one, or the first characters of a text. It decides which of several releases of one model serves a
-request (`router.models.table`).
+request (`router.models.table`). Sessions of two tenants always differ.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton.v1 import inference_pb2
 
 SESSION = "x-session-id"
 FIRST_CHARACTERS = 256
-"""Number of characters that identify a text without messages: its continuation begins with them."""
+"""Number of characters that identify a text without messages: a continuation of the text begins with them."""
 FIRST_TOKENS = 64
 """Number of token ids that identify a prompt of token ids."""
 

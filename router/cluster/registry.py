@@ -43,8 +43,8 @@ START_POLL_S = 0.2
 `baton up` wait for them."""
 
 IDLE_POLLS = 3
-"""Number of polls' time between two polls of an announced model that is ready or asleep and has no request, so that
-many idle models cost a router little."""
+"""Factor on the interval between two polls of a model that is announced, ready or asleep, and without requests. Many
+idle models then cost a router little."""
 LOOK_S = 10.0
 """Seconds between two requests for the memory of Redis."""
 
@@ -384,10 +384,11 @@ class Dependencies:
 
 
 class Readiness:
-    """Decides whether a router is ready: as soon as it can serve one of its models, and for `timeout_s` after the last.
+    """Decides whether a router is ready: while it can serve one of its models, and for `timeout_s` after that.
 
-    A model that is asleep or wakes counts as served, because requests for it are held. So does a router without models
-    that knows that there are none: it answers rightly that a model does not exist. Before, it loads all announced ones.
+    A router can serve a model that is asleep or wakes, because it holds the model's requests. A router without models
+    is ready as soon as it has read that there are none: its answer that a model does not exist is correct. Before, it
+    loads all announced ones.
 
     All routers usually lose their workers at the same time. If none of them was ready then, a load balancer would
     refuse clients although a short wait is enough. The cost is that clients leave a router that alone has lost its
@@ -419,7 +420,7 @@ class Readiness:
         self._has_read = has_read
         self._is_starting = is_starting
         self._served_at_s: float | None = None
-        """Time at which it could last serve."""
+        """Time at which the router could last serve a model."""
         self._is_stopping = False
 
     def why_not(self) -> str:

@@ -1,4 +1,4 @@
-"""Everything that a router has for one model: its stores, pools, placement and service."""
+"""A router's entry for one model: stores, pools, placement and service."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from router.service import Front, RouterService
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What the entries of one router share."""
+    """Dependencies that the entries of one router share."""
 
     config: Config
     link: MemberLink
@@ -45,7 +45,7 @@ class Shared:
 
     @property
     def seal(self) -> Seal | None:
-        """Cipher of what routers alone may read in Redis; None: there is no secret for it."""
+        """Cipher of the values in Redis that only routers may read; None: `router.cache_secret` is not set."""
         return Seal(secret) if (secret := self.config.router.cache_secret) else None
 
 
@@ -179,7 +179,7 @@ class ModelEntry:
         )
 
     async def start(self) -> None:
-        """Start the processes that the first requests would otherwise wait for.
+        """Start the encoder's processes, so that the first requests need not wait for them.
 
         Raises:
             ModelLoadError: the model's chat template is not valid.
@@ -202,14 +202,14 @@ class ModelEntry:
 
 
 def _engines(config: Config, content: str) -> dict[Role, tuple[str, ...]]:
-    """Return the pools' differing settings, which a router knows of the model of its own configuration only."""
+    """Return the settings in which the pools' engines differ. A router knows those of its own model only."""
     if content != content_id(config.kv_identity):
         return {}
     return {role: config.differing_settings(role) for role in Role}
 
 
 def own_announcement(config: Config) -> ModelAnnouncement:
-    """Return what stands for the announcement of a router's own model until its controller announces it."""
+    """Return an announcement of a router's own model, for use until its controller announces the model."""
     return ModelAnnouncement(
         content_id=content_id(config.kv_identity),
         name=config.model.served_name or Path(config.model.path).name,

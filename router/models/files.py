@@ -1,4 +1,4 @@
-"""Files of announced models, which a router gets from workers or controllers and keeps in the cache folder.
+"""Cache of the files of announced models, which a router reads from workers or controllers.
 
 Routers of one machine share the folder. Each set of files is a folder below it with the digest as its name, next to a
 lock file that each router keeps locked while it uses the set:
@@ -6,7 +6,7 @@ lock file that each router keeps locked while it uses the set:
     FOLDER/DIGEST/config.json, tokenizer.json, ...
     FOLDER/DIGEST.in-use        its time is that of the latest use
 
-A router that has written a set removes those that were used least recently and that nobody has locked.
+A router that has written a set removes others beyond the limits: those used least recently that no router has locked.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ class ModelFileCache:
         self._source_s = source_s
         self._kept = _KeptSets(folder)
         self._turns = WeakValueDictionary[str, asyncio.Lock]()
-        """Locks of the digests that are looked for at the moment."""
+        """Locks of the digests whose files are being found or read."""
 
     async def folder(self, digest: str, sources: Sequence[FileSource]) -> Path:
         """Return a folder with the files of a model.
 
         Args:
             digest: the announced digest.
-            sources: processes that provide the files. The last one is asked last, and the others in a random order.
+            sources: processes that provide the files. The router asks the last one last, the others in random order.
 
         Raises:
-            Conflict, Overloaded, WorkerFailed: no source has provided the files; this is the last one's error.
+            Conflict, Overloaded, WorkerFailed: no source has provided the files. It is the error of the last source.
             ModelLoadError: there is no source, the digest is invalid, or the files cannot be written.
         """
         if not is_digest(digest):
@@ -135,7 +135,7 @@ class _KeptSets:
         """Temporary folder of this process; None: it has needed none."""
 
     def find(self, digest: str) -> Path | None:
-        """Return the folder of a set that is held, or kept with the right content; None: there is none."""
+        """Return the folder of a set that is in use here, or intact in the shared folder; None: there is none."""
         if (held := self._held.get(digest)) is not None:
             return held.folder
         try:
@@ -230,7 +230,7 @@ def _remove_unused(folder: Path) -> None:
     for number, (_, path, size) in enumerate(sorted(found, reverse=True), start=1):
         num_bytes += size
         if number > MAX_SETS or num_bytes > MAX_KEPT_BYTES:
-            with contextlib.suppress(OSError):  # among them that it is in use
+            with contextlib.suppress(OSError):  # such as: a process uses it
                 _remove(path)
 
 

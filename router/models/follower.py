@@ -2,8 +2,8 @@
 
     announced ── files from a worker ──> loaded ── pools known ──> served ── leaving ──> last request ends ──> closed
 
-A model that its controller announces as leaving, or whose announcement, workers and controller have all been missing
-for `MODEL_LEASE_S`, is refused from then on; its running requests complete.
+The router refuses new requests of a model if its controller announces that it leaves, or if its announcement, workers
+and controller have all been missing for `MODEL_LEASE_S`. Running requests complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 1.0
 """Longest pause between two reads of the announcements, so that a new model is served within seconds."""
 RETRY_S = (1.0, 2.0, 5.0, 10.0)
-"""Pauses before a model is loaded again that could not be loaded."""
+"""Pauses before the next attempts to load a model that could not be loaded."""
 FIRST_LOADS_S = 60.0
 """Longest time for which a router that starts counts as not ready while it loads the announced models."""
 RERUN_S = 1.0
@@ -36,7 +36,7 @@ RERUN_S = 1.0
 LINGER_S = 2.0
 """Time for which an entry stays after its last request: another may have found its service, and not begun yet."""
 LOADS_AT_ONCE = 2
-"""Number of models that are loaded at a time: loading keeps a processor busy."""
+"""Maximum number of models that are loaded at a time: loading keeps a processor busy."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class _Serving:
     is_own: bool = False
     """True if it is the model of the router's own configuration, which is never closed."""
     missing_since_s: float | None = None
-    """Monotonic time since which nothing shows that the model exists; None: it does."""
+    """Monotonic time since which the model's announcement, workers and controller are missing; None: they are not."""
     is_leaving: bool = False
-    """True if the table has no release of it any more."""
+    """True if the table no longer has its release."""
     unused_since_s: float | None = None
     """Monotonic time since which it has no request; None: it has some, or serves new ones."""
 
@@ -74,7 +74,7 @@ class _Loading:
     again_s: float = 0.0
     """Monotonic time of the next attempt after a failure."""
     problem: str = ""
-    """Reason of the last failure, which is logged once."""
+    """Reason of the last failure. The same reason is logged once."""
 
     @property
     def is_tried(self) -> bool:
@@ -116,7 +116,7 @@ class ModelFollower:
         self._is_full = False
         """True if the log already reports that further models are ignored."""
         self.has_read = False
-        """True as soon as the announcements were read once."""
+        """True once the announcements have been read."""
         self._first: set[str] = set()
         """Models that were announced at the first read and that no attempt to load has ended for yet."""
         self._first_until_s = 0.0
@@ -134,10 +134,10 @@ class ModelFollower:
     @property
     def is_starting(self) -> bool:
         """True while it loads the models that were announced when it started, which it must not call unknown."""
-        return bool(self._first) and time.monotonic() < self._first_until_s
+        return bool(self._first) and self._clock() < self._first_until_s
 
     async def start(self) -> None:
-        """Start the processes that the first requests for the own model would otherwise wait for.
+        """Start the processes of the own model's encoder, so that its first requests need not wait for them.
 
         Raises:
             ModelLoadError: the own model's chat template is not valid.
@@ -217,7 +217,7 @@ class ModelFollower:
             self._begin_loading(announced)
 
     def _has_room(self, is_replaced: bool) -> bool:
-        """Return whether one more model may be served. Others are ignored, which is logged once."""
+        """Return whether one more model may be served. If not, log once that further models are ignored."""
         most = self._shared.config.router.max_models
         is_full = not is_replaced and len(self._serving.keys() | self._loading.keys()) >= most
         if is_full and not self._is_full:
@@ -346,7 +346,7 @@ async def _give_up(loading: _Loading) -> None:
 
 
 async def _sources(stores: ModelStores, digest: str) -> list[FileSource]:
-    """Return who provides a model's files: its workers, and last its controller."""
+    """Return the processes that provide a model's files: its workers, and last its controller."""
     workers = [each.info for each in await stores.leases.list_workers() if each.load.state is not WorkerState.DEAD]
     sources = [FileSource(info.id, info.address, info.incarnation) for info in workers if info.files == digest]
     if (controller := await stores.leases.get_controller()) is not None:
@@ -355,7 +355,7 @@ async def _sources(stores: ModelStores, digest: str) -> list[FileSource]:
 
 
 def _adopted(own: ModelAnnouncement, announced: ModelAnnouncement) -> ModelAnnouncement:
-    """Return a router's own model with what only its controller knows."""
+    """Return the announcement of a router's own model, with the values that only its controller knows."""
     return replace(_with_state(own, announced), share=announced.share, release=announced.release)
 
 
@@ -371,6 +371,6 @@ def _with_state(known: ModelAnnouncement, latest: ModelAnnouncement) -> ModelAnn
 
 
 def _is_loaded_anew(known: ModelAnnouncement, announced: ModelAnnouncement) -> bool:
-    """Return whether something has changed that the entry was built from."""
+    """Return whether the entry must be built again, because a value that it was built from has changed."""
     names = ("name", "release", "files", "max_model_len", "mode", "path", "weights", "kv_dtype")
     return any(getattr(known, name) != getattr(announced, name) for name in names)

@@ -9,7 +9,7 @@ from router.models.entry import ModelEntry
 
 
 class OperatedModels:
-    """Finds the models that an operator's request means: by name, release or content id.
+    """Finds the models that an operator's request names: by name, release or content id.
 
     Args:
         entries: returns all models that the router serves.
@@ -43,7 +43,7 @@ class OperatedModels:
         return _only(self.named(name), "")
 
     def of_worker(self, worker_id: str, name: str) -> ModelEntry:
-        """Return the model that has this worker, or the only model of the name if none has: its controller knows.
+        """Return the model that has this worker; if none is known to have it, the only model of the name.
 
         Raises:
             ModelNotFound: there is no model of this name.

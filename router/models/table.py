@@ -23,14 +23,14 @@ from router.service import Front, RouterService
 from router.timeline.log import RequestLog
 
 Opening = Callable[[], str]
-"""Returns what identifies a session: a name that the client gives, or the first messages of the prompt."""
+"""Returns the identity of a session within its tenant: the client's name for it, or the start of the prompt."""
 MAX_OPENING = 4096
-"""Number of characters of an opening that count."""
+"""Maximum number of characters of an opening that are used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """A model of the table: one of perhaps several releases under its name."""
+    """A model in the table. Several releases may have the same name."""
 
     content_id: str
     name: str
@@ -40,10 +40,10 @@ class Release:
 
 
 class ModelTable:
-    """Table of the served models, and what they share.
+    """Table of the served models.
 
     Args:
-        front: what all models share.
+        front: the dependencies that all models share.
         default_model: name of the model that serves requests without a name; empty: the only one.
     """
 
@@ -184,7 +184,7 @@ class ModelTable:
 
     @property
     def version(self) -> tuple[object, ...]:
-        """Value that changes with every change of `cards`: comparable by `==`, of little use otherwise."""
+        """Value that differs, by `==`, after every change of `cards`."""
         services = [each.service for each in self._releases.values()]
         limits = tuple(each.facts.max_model_len for each in services)
         return self._version, limits, _Identities(each.adapters for each in services)

@@ -1,15 +1,15 @@
 """The stream of one HTTP request between a gateway and the endpoint picker.
 
-The gateway sends the parts of the request and later those of the response, and gets a response to each part. The body
-mode, which the gateway announces with the headers, decides when the picker can name the endpoint:
+The gateway sends the parts of the request and later those of the response, and the picker responds to each part. The
+body mode, which the gateway announces with the headers, decides when the picker can name the endpoint:
 
 - full duplex (which the protocol of the inference extension demands): the picker keeps the body until it is complete,
   then names the endpoint in the response to the headers, and sends the body back in pieces;
 - buffered: the picker answers the headers at once and names the endpoint in the response to the body;
 - streamed or none: the picker chooses by load, before it sees the body.
 
-The picker changes no body. A body that it cannot read, or for which it has no memory, is passed on: then the router
-that gets the request judges it.
+The picker changes no body. It forwards a body that it cannot parse, or for which it has no memory. The router then
+validates it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ dead router is no longer announced after that time."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """What the picker asks its router."""
+    """Queries of the picker to its router."""
 
     routers: Callable[[], Sequence[RouterInfo]]
     """Returns the live routers of the endpoint."""
@@ -68,7 +68,7 @@ class Sources:
     raises ModelNotFound if the client may learn that there is no such model; after any other error, a router answers.
     """
     is_crowded: Callable[[], bool]
-    """Returns whether the endpoint should be spared further requests."""
+    """Returns whether the endpoint is at capacity, so that the picker refuses requests."""
 
 
 class Chooser:
@@ -88,8 +88,8 @@ class Chooser:
             parts: counts of the body; None: it has too many parts to be parsed.
 
         Raises:
-            ModelNotFound: the client requests a model that there is not.
-            Overloaded: the endpoint is at capacity. Requests without a body cost little, and are never refused so.
+            ModelNotFound: the client requests a model that does not exist.
+            Overloaded: the endpoint is at capacity. Requests without a body cost little, and never get this error.
             NoWorker: no router can be chosen.
         """
         if request.has_body and self._sources.is_crowded():
@@ -97,7 +97,7 @@ class Chooser:
         wanted = None
         if body and parts is not None:
             wanted = await self._wanted(request, body, parts)
-        # A request of unknown session gets one at random: it goes to the less loaded of two routers.
+        # A request of an unknown session gets a random one, so it goes to the less loaded of two random routers.
         now_s = time.monotonic()
         self._failing = {each: until_s for each, until_s in self._failing.items() if until_s > now_s}
         found = wanted or Wanted(os.urandom(8))
@@ -110,7 +110,7 @@ class Chooser:
         return endpoints
 
     def note_served(self, endpoints: Sequence[str], served: str) -> None:
-        """Take note of the endpoint that has served a request, among those that were named to the gateway."""
+        """Record which of the named endpoints has served a request. If not the first, put that one last for a while."""
         if served not in endpoints or served == (first := endpoints[0]):
             return
         if first not in self._failing:
@@ -139,7 +139,7 @@ class BodyMemory:
     num_free: int
 
     def take(self, num_bytes: int) -> bool:
-        """Return whether there was as much memory; it is taken then."""
+        """Take memory, and return True; return False if there is not enough."""
         if num_bytes > self.num_free:
             return False
         self.num_free -= num_bytes
@@ -291,7 +291,7 @@ class Exchange:
 
         Args:
             body: the whole body; None: it is not known.
-            response: makes the response of them.
+            response: returns the response that names the endpoints.
         """
         assert self._request is not None
         try:
@@ -329,7 +329,7 @@ class Exchange:
 
     async def _on_response(self, message: ProcessingRequest) -> None:
         assert self._request is not None
-        self._is_answered = True  # also if the gateway itself has answered its client
+        self._is_answered = True  # also if the gateway has answered its client without a router
         self._release()
         if message.WhichOneof("request") == "response_headers":
             self._chooser.note_served(self._endpoints, wire.served_of(message))

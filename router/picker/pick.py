@@ -4,8 +4,8 @@ Every router can serve every model of its endpoint, so the choice affects two th
 one router resumes broken streams there without Redis, and no router should be much busier than others. Rendezvous
 hashing gives a session an order of all routers that hardly changes when routers come and go (Thaler and Ravishankar,
 "Using name-based mappings to increase hit rates", 1998). The session's request goes to the first router of its order
-unless the second one has much less to do: with two choices, the busiest router is close to the average (Mitzenmacher,
-"The power of two choices in randomized load balancing", 2001).
+unless the second one is much less loaded: with two choices, the load of the busiest router is close to the average
+(Mitzenmacher, "The power of two choices in randomized load balancing", 2001).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from baton.cluster import RouterInfo
 MAX_ENDPOINTS = 8
 """Maximum number of endpoints of an answer: the first one and those for retries."""
 BUSIER, SLACK = 1.25, 4.0
-"""A session's first router is passed over if its load is more than BUSIER times that of the second one, plus SLACK
-requests. Announced loads are up to a second old, so a smaller difference says little."""
+"""The second router serves a session if the load of the first one is more than BUSIER times that of the second, plus
+SLACK requests. Announced loads are up to a second old, so a smaller difference says little."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a request says about the router that should serve it."""
+    """Properties of a request that decide which routers should serve it."""
 
     session: bytes
     """Identity of its conversation; requests of one session prefer the same router."""
@@ -64,7 +64,7 @@ class Subset:
 
 @dataclass(slots=True)
 class _Endpoint:
-    """An address and what its routers announce. Routers of one machine may share an address."""
+    """An address, with the loads that its routers announce. Routers of one machine may share an address."""
 
     address: str
     loads: list[int]
@@ -88,7 +88,7 @@ def choose(
 
     Args:
         subset: the endpoints that may be chosen; None: all.
-        failing: endpoints that did not serve a request lately; they come last.
+        failing: endpoints that have recently failed to serve a request; they come last.
     """
     found = [each for each in _endpoints(routers, wanted.content_ids) if subset is None or each.address in subset]
     found = [each for each in found if each.is_ready] or [each for each in found if each.serves] or found
@@ -101,7 +101,7 @@ def choose(
 
 @functools.lru_cache(maxsize=4096)
 def endpoint_of(address: str) -> str | None:
-    """Return IP:port in canonical form; None: it is not that, or an IP address to which nobody can connect."""
+    """Return IP:port in canonical form; None: it has another form, or no client can connect to the IP address."""
     if not is_address(address := address.strip()):
         return None
     host, _, port = address.rpartition(":")
@@ -111,7 +111,7 @@ def endpoint_of(address: str) -> str | None:
 
 
 def _host(text: str) -> str | None:
-    """Return an IP address in canonical form; None: it is none, or one to which nobody can connect."""
+    """Return an IP address in canonical form; None: it is no IP address, or no client can connect to it."""
     try:
         found = ipaddress.ip_address(text.strip())
     except ValueError:

@@ -41,7 +41,7 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer):
     Bind it, then start it. It reports itself ready after `set_serving`.
 
     Args:
-        sources: what it asks the router.
+        sources: queries to the router.
     """
 
     def __init__(self, config: Config, sources: Sources) -> None:

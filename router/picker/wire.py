@@ -48,7 +48,7 @@ LB, SUBSET_HINT = "envoy.lb", "envoy.lb.subset_hint"
 MAX_PIECE = 60 * 2**10
 """Maximum number of bytes of a body in one response. Envoy recommends at most 64 KiB."""
 DUPLEX = frozenset({FULL_DUPLEX_STREAMED, GRPC})
-"""Body modes in which the gateway forwards what the picker sends back, and waits for nothing."""
+"""Body modes in which the gateway sends a body on without waiting, and forwards the body that the picker sends back."""
 WHOLE = frozenset({BUFFERED, BUFFERED_PARTIAL})
 """Body modes in which the body comes in one message, after the response to the headers."""
 
@@ -126,7 +126,7 @@ def picked_at_body(endpoints: Sequence[str]) -> ProcessingResponse:
 
 
 def picked_at_trailers(endpoints: Sequence[str]) -> ProcessingResponse:
-    """Return the response to a request's trailers that names the endpoints: in the metadata, since headers are over."""
+    """Return the response to trailers that names the endpoints in the metadata, as it is too late for headers."""
     return ProcessingResponse(
         request_trailers=TrailersResponse(header_mutation=HeaderMutation()), dynamic_metadata=_destination(endpoints)
     )
@@ -157,7 +157,7 @@ def _set(headers: Mapping[str, str]) -> HeaderMutation:
 
 
 def unchanged(message: ProcessingRequest) -> ProcessingResponse:
-    """Return the response that changes nothing; for a body, of a mode in which the gateway keeps it."""
+    """Return the response that changes nothing. For a body, only in modes in which the gateway keeps the body."""
     match message.WhichOneof("request"):
         case "request_headers":
             return ProcessingResponse(request_headers=HeadersResponse(response=CommonResponse()))

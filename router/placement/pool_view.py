@@ -55,10 +55,10 @@ leaves its role."""
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """What a model's controller announces about its sleep."""
+    """Sleep of a model, as its controller announces it."""
 
     is_asleep: bool = False
-    """True if it is asleep, or was until its workers started, of which none is ready yet."""
+    """True if the model is asleep or wakes."""
     is_waking: bool = False
     """True if it should have workers."""
     problem: str = ""
@@ -169,10 +169,10 @@ class PoolView:
         self._changed()
 
     def note_sleep(self, *, is_asleep: bool, num_desired: int, problem: str, wake_s: float = 0.0) -> None:
-        """Adopt what the model's controller announces about its sleep.
+        """Update the sleep that the model's controller announces.
 
         Args:
-            is_asleep: True if the model is asleep, or was until its workers started, of which none is ready yet.
+            is_asleep: True if the model is asleep or wakes.
             num_desired: number of workers that both pools should have.
             problem: see `ModelAnnouncement.problem`.
             wake_s: see `ModelAnnouncement.wake_s`.
@@ -184,7 +184,7 @@ class PoolView:
 
     @property
     def sleep(self) -> Sleep:
-        """What the model's controller last announced about its sleep."""
+        """Sleep of the model, as its controller last announced it."""
         return self._sleep
 
     @property

@@ -1,8 +1,8 @@
-"""Holds requests of models that sleep until they are awake, so that clients need not retry.
+"""Holds the requests of models that sleep until the models are awake, so that clients need not retry.
 
 `Waker` (`router.serve.waking`) asks the controller to wake the model. When a decode worker is ready, the held requests
-get slots of the limiter, those of the highest priority first, then in the order of their arrival. They get them as
-slots become free, so a router may hold more requests than it may serve at a time, and refuses none of them.
+get slots of the limiter: those of the highest priority first, then in the order of their arrival. Requests that get no
+slot wait for the next free one, so a router may hold more requests than it may serve at a time.
 
     slot, claim, held = await holding.until_awake(request_id, num_choices, claim, prompt_bytes(request.prompt))
     with slot:
@@ -40,7 +40,7 @@ TOKEN_BYTES = 36
 
 
 class Release(NamedTuple):
-    """A held request that may go on."""
+    """A held request that has got its slots and continues."""
 
     slot: AbstractContextManager[object]
     """Slots of the limiter, as a context manager that frees them."""
@@ -62,12 +62,12 @@ class _Waiting:
     slot: ExitStack | None = None
     """Slots of the limiter; None: the request is held."""
     error: BatonError | None = None
-    """Why it is held no longer; None: it is held, or has its slots."""
+    """Error with which it ends; None: it is held, or has its slots."""
     is_over: Flag
-    """Set when it is held no longer."""
+    """Set when it is no longer held."""
 
     def end(self, error: BatonError) -> None:
-        """Give the request up."""
+        """End the request with an error."""
         self.error = error
         self.is_over.set()
 
@@ -157,8 +157,8 @@ class Holding:
     async def until_awake(self, request_id: str, num_choices: int, claim: Claim, num_bytes: int) -> Release:
         """Hold a request until its model is awake and the limiter has slots for it.
 
-        Call this only if it `is_needed`. The caller must enter the slot at once, and may use
-        nothing of the request's objectives until then.
+        Call this only if `is_needed`. The caller must enter the slot at once. The request's deadlines count from its
+        release, so the caller must use those of the returned claim.
 
         Args:
             num_bytes: size of the prompt, see `prompt_bytes`.
@@ -173,7 +173,9 @@ class Holding:
         tenant_id, began_s = claim.tenant.id, self._clock()
         if not self._held.has_place(tenant_id, num_bytes):
             raise ModelWaking(
-                "the model wakes up, and as many requests as allowed wait for it; try again later", self._waker.left_s
+                "the model wakes, and the router holds as many requests as it may (router.max_held, router.held_bytes);"
+                " try again later",
+                self._waker.left_s,
             )
         waiting = _Waiting(
             order=(-claim.priority, next(self._numbers)),
@@ -201,7 +203,7 @@ class Holding:
         return Release(waiting.slot, claim.released(now_s), Held(now_s, now_s - began_s))
 
     async def _wait(self, waiting: _Waiting) -> None:
-        """Wait until a request is held no longer. While the model is awake, it may wait for slots for any time."""
+        """Wait until a request is no longer held. While the model is awake, the wait for slots has no limit."""
         while not waiting.is_over.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.wake_wait_s):
@@ -210,13 +212,13 @@ class Holding:
                 raise self._waker.why_asleep()
 
     def _remove(self, waiting: _Waiting) -> None:
-        """Free the place of a request that is held no longer; idempotent."""
+        """Free the place of a request that is no longer held; idempotent."""
         if waiting in self._waiting:
             self._waiting.remove(waiting)
             self._held.free(waiting.claim.tenant.id, waiting.num_bytes)
 
     def _look(self) -> None:
-        """Do what the state of the model demands, now and after each change while requests are held."""
+        """Release the held requests, end them or ask for a wake-up, now and after each change of the pools."""
         if not self._waiting:
             self._down_since_s = None
             return
@@ -269,7 +271,7 @@ class Holding:
             limiter.on_room(self._release_soon)
 
     def _grant(self, waiting: _Waiting) -> None:
-        """Take a request's slots for it now, so that no request that arrives meanwhile can take them."""
+        """Take the slots now on behalf of a request, so that no newer request can take them first."""
         slot = ExitStack()
         try:
             slot.enter_context(self._held.limiter.slot(waiting.request_id, waiting.num_choices, waiting.claim.tenant))

@@ -1,4 +1,4 @@
-"""Wakes a model that sleeps: asks its controller, and says how long its requests wait and why it is not awake."""
+"""Asks the controller to wake a model that sleeps, and bounds how long the model's requests wait for it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ USUAL_WAKE_S = 30.0
 
 
 class Waker:
-    """Asks the controller of one model to wake it, however many requests wait for it.
+    """Asks the controller of one model to wake it: at most once per ASK_S, however many requests wait.
 
-    Everything that waits calls `ask` when it starts to wait and after each change of the pools, which the registry
-    reports at least once per poll.
+    Every waiter calls `ask` when it starts to wait and after each change of the pools. The registry reports a change at
+    least once per poll.
 
     Args:
         wake: sends one wake request; see `Admin.WakeModel`.
@@ -50,9 +50,9 @@ class Waker:
         self._began_s: float | None = None
         """Start of the first wake request of this sleep; None: there was none."""
         self._failure = ""
-        """Why the latest wake request failed; empty: it did not."""
+        """Error of the latest wake request; empty: it succeeded, or there was none."""
         self._reported: set[str] = set()
-        """Kinds of failures of this sleep that were logged."""
+        """Kinds of failures that were logged during this sleep."""
 
     def ask(self) -> None:
         """Send a wake request, unless one is on its way or was sent within the last ASK_S seconds."""
@@ -95,14 +95,14 @@ class Waker:
             self._reported.clear()
 
     def wait_until_s(self, began_s: float, until_s: float) -> float:
-        """Return the time until which a request waits for a worker of a model that sleeps, and ask to wake the model.
+        """Ask to wake the model, and return the time until which a request waits for one of its workers.
 
-        A request waits for `router.wake_wait_s` at most while the model sleeps or wakes, and for `router.worker_wait_s`
-        after that.
+        A request waits at most `router.wake_wait_s` while the model sleeps or wakes, and `router.worker_wait_s` after
+        that.
 
         Args:
             began_s: start of its wait.
-            until_s: the latest result for it, or at first `began_s + router.worker_wait_s`.
+            until_s: the previous result for this request; for the first call `began_s + router.worker_wait_s`.
         """
         self.ask()
         return max(until_s, min(began_s + self._config.wake_wait_s, self._clock() + self._config.worker_wait_s))
@@ -118,7 +118,7 @@ class Waker:
         if self._pools.sleep.problem:
             reason = self._pools.sleep.problem
         elif self._failure:
-            reason = f"its controller cannot be asked to wake it: {self._failure}"
+            reason = f"the router cannot ask its controller to wake it: {self._failure}"
         else:
             reason = "no decode worker became ready"
         return NoWorker(

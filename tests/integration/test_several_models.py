@@ -128,4 +128,4 @@ def test_the_same_model_twice_is_refused(second: Path) -> None:
     environment = {**os.environ, "BATON_GRPC_PORT": "0", "BATON_HTTP_PORT": "0"}
     refused = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert refused.returncode == 1
-    assert f"second ({second}) is given twice" in refused.stderr
+    assert f"second ({second}) is listed twice" in refused.stderr

@@ -5,8 +5,8 @@ The part of Envoy's external processing that Baton's endpoint picker uses. Envoy
 the field numbers (envoy/service/ext_proc/v3/external_processor.proto); Baton must not change them. Fields that are not
 listed here stay unknown and are ignored.
 
-Envoy's messages of other packages stand in this one, so that the generated code is a single module inside Baton. Only
-the name of the service is sent between processes.
+This package also contains messages that Envoy defines in other packages, so that the generated code is a single module
+inside Baton. Of all these names, only the service's is sent between processes.
 """
 
 from collections import abc as _abc

@@ -203,7 +203,7 @@ async def test_a_reader_that_takes_nothing_loses_its_place() -> None:
             raise AssertionError("it got all")
 
         for call in calls:
-            assert "were not taken within 0.5 s" in str(await drained(call))
+            assert "did not read the model's files within 0.5 s" in str(await drained(call))
 
 
 def test_the_method_is_that_of_the_contract() -> None:

@@ -193,7 +193,7 @@ async def test_requests_that_do_not_end_are_not_waited_for_ever(
 ) -> None:
     """And without Redis the workers end, too."""
     config = replace(LEAVING, cluster=ClusterConfig(drain_timeout_s=0.3))
-    for is_away, word in ((False, "requests still run"), (True, "routers do not learn that the model leaves")):
+    for is_away, word in ((False, "requests still run"), (True, "cannot announce that the model leaves")):
         it = Bench(tmp_path, config, {Role.PREFILL: 0, Role.DECODE: 1}, True, lease_s=60.0)
         async with running(it):
             await until(lambda it=it: num_ready(it) == 1)  # type: ignore[misc]

@@ -245,7 +245,7 @@ async def test_the_model_does_not_sleep_before_routers_can_read_its_files_withou
     it = Bench(tmp_path, SLEEPY, {P: 0, D: 1}, False, lease_s=5.0)
     async with running(it):
         await until(lambda: num_ready(it) == 1)
-        with pytest.raises(Conflict, match="its files, which routers need to wake it, are not copied yet"):
+        with pytest.raises(Conflict, match="the controller has no copy of its files yet"):
             await it.orders.sleep()
         async with providing(it):
             it.store.leases.clear()

@@ -92,11 +92,11 @@ def test_a_models_file_changes_what_may_differ() -> None:
     [
         (
             {"cluster": {"grpc_port": 1}},
-            r"small.yaml has .* but cluster\.grpc_port holds for all models: set it in the",
+            r"small.yaml has .* but cluster\.grpc_port applies to all models: set it in the",
         ),
-        ({"router": {"id": "x"}}, r"router\.id holds for all models.* its own model, engine, .*cluster\.prefill"),
-        ({"index": {"redis_url": "redis://x:1"}}, r"index\.redis_url holds for all models"),
-        ({"engines": {"num_blocks": 1}}, r"engines\.num_blocks holds for all models"),
+        ({"router": {"id": "x"}}, r"router\.id applies to all models.* its own model, engine, .*cluster\.prefill"),
+        ({"index": {"redis_url": "redis://x:1"}}, r"index\.redis_url applies to all models"),
+        ({"engines": {"num_blocks": 1}}, r"engines\.num_blocks applies to all models"),
         (
             {"engine": {"num_blocsk": 1}},
             r"^small.yaml: unknown setting engine\.num_blocsk; did you mean engine\.num_bl",
@@ -112,7 +112,7 @@ def test_what_a_models_file_may_not_say(values: dict[str, Any], sentence: str) -
 
 def test_models_that_cannot_be_served_together() -> None:
     big = resolved(BASE, "r1")
-    with pytest.raises(ConfigError, match=r"big \(org/big\) is given twice: it has the same weights"):
+    with pytest.raises(ConfigError, match=r"big \(org/big\) is listed twice: it has the same weights"):
         require_distinct([big, resolved(another(model={"id": "org/big"}), "r1")])
     small = resolved(another(model={"id": "org/small", "release": "big-1"}), "r2")
     with pytest.raises(ConfigError, match=r"two models have the release 'big-1'; set model.release to another name"):
@@ -149,7 +149,7 @@ def test_models_of_the_command_line(tmp_path: Path) -> None:
     assert {each.engine.num_threads for each in found} == {2}
     assert UpOptions().of_each_model(BASE, []) == [BASE]
     (tmp_path / "b.yaml").write_text("cluster: {host: 0.0.0.0}")
-    with pytest.raises(ConfigError, match=r"b\.yaml has .* cluster\.host holds for all models"):
+    with pytest.raises(ConfigError, match=r"b\.yaml has .* cluster\.host applies to all models"):
         options.of_each_model(Config(), [tmp_path / "b.yaml"])
 
 

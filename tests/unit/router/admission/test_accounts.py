@@ -409,7 +409,7 @@ async def test_what_a_model_refuses_counts_nowhere_and_the_error_names_the_model
     for books in (router(ledger), router(ledger)):
         for num_calls in (1, 0):  # the second time, the router knows of the refusal
             before = ledger.num_calls
-            with pytest.raises(QuotaExceeded, match=f"{limit} with the model 'large-1'") as caught:
+            with pytest.raises(QuotaExceeded, match=f"{limit} for the model 'large-1'") as caught:
                 await books.arrive(tenant, 1, "large-1").book(num_tokens, 9)
             assert (ledger.num_calls - before, caught.value.retry_after_s) == (num_calls, 60.0)
             rates = (caught.value.quota.requests, caught.value.quota.tokens)
@@ -436,7 +436,7 @@ async def test_if_both_refuse_the_error_names_the_one_that_has_room_later(ledger
     daily = Limits(tokens_per_day=10)
     tenant = Tenant(id="acme", requests_per_minute=1, model_limits=(("m", daily),))
     assert await served(books, tenant, 1, 10, "m") == 1
-    with pytest.raises(QuotaExceeded, match="tokens_per_day of 10 with the model 'm'") as caught:
+    with pytest.raises(QuotaExceeded, match="tokens_per_day of 10 for the model 'm'") as caught:
         await books.arrive(tenant, 1, "m").book(1)
     assert caught.value.retry_after_s > 60
     assert caught.value.quota.requests == RateLimit(1, 0, 61.0)
@@ -449,7 +449,7 @@ async def test_answers_in_flight_of_a_model_hold_over_two_routers(ledger: Shared
     charges = [one.arrive(tenant, 1, "large-1"), other.arrive(tenant, 1, "large-1")]
     for charge in charges:
         await charge.book(1)
-    with pytest.raises(QuotaExceeded, match="max_in_flight of 2 with the model 'large-1'"):
+    with pytest.raises(QuotaExceeded, match="max_in_flight of 2 for the model 'large-1'"):
         await one.arrive(tenant, 1, "large-1").book(1)
     await one.arrive(tenant, 1, "small").book(1)
     with pytest.raises(QuotaExceeded, match="max_in_flight of 3; try"):
@@ -462,9 +462,9 @@ async def test_answers_in_flight_of_a_model_hold_over_two_routers(ledger: Shared
 
 async def test_what_a_model_can_never_admit_is_invalid(ledger: Shared) -> None:
     books = router(ledger)
-    with pytest.raises(InvalidRequest, match="max_in_flight of tenant 'acme' with the model 'large-1' is 2"):
+    with pytest.raises(InvalidRequest, match="max_in_flight of tenant 'acme' for the model 'large-1' is 2"):
         books.arrive(BOTH, 3, "large-1")
-    with pytest.raises(InvalidRequest, match="smallest token limit of tenant 'acme' with the model 'large-1' is 100"):
+    with pytest.raises(InvalidRequest, match="smallest token limit of tenant 'acme' for the model 'large-1' is 100"):
         await books.arrive(BOTH, 1, "large-1").book(101)
     assert (await served(books, BOTH, 1, 101, "small"), ledger.num_calls) == (1, 1)
 

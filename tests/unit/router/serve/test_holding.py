@@ -390,7 +390,7 @@ async def test_a_failed_wake_is_logged_once_per_kind_and_tried_again(caplog: pyt
         (
             NoController("no controller is known"),
             "",
-            "its controller cannot be asked to wake it: no controller is known",
+            "the router cannot ask its controller to wake it: no controller is known",
         ),
         (NoController("no controller is known"), "2 workers wait for a GPU", "2 workers wait for a GPU"),
         (None, "", "no decode worker became ready"),
