@@ -148,8 +148,10 @@ class ModelTable:
         raise model_not_found(name, tuple(self._names(tenant)))
 
     def _unnamed(self, tenant: Tenant) -> tuple[Release, ...]:
-        if self._default:
-            return self._of(self._default, tenant)
+        if self._default and tenant.may_use(self._default):
+            if (found := self._by_name.get(self._default)) is None:  # also if it is an adapter: a request must name it
+                raise model_not_found(self._default, tuple(self._names(tenant)))
+            return _with_shares(found)
         usable = [name for name in self._by_name if tenant.may_use(name)]
         if len(usable) == 1:
             return _with_shares(self._by_name[usable[0]])

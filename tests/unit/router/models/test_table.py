@@ -181,3 +181,16 @@ def test_any_release_may_leave_and_only_its_sessions_move(shares: list[float], s
         if each.service is not chosen:
             table.drop(each.content_id)
             assert table.service("llama", DEFAULT_TENANT, lambda: session) is chosen
+
+
+def test_a_tenant_that_may_not_use_the_default_model_gets_its_only_one_and_does_not_see_the_default() -> None:
+    llama: Any = Service("llama")
+    assert table_of(llama, Service("qwen"), default_model="qwen").service("", ACME, never) is llama
+    with pytest.raises(ModelNotFound) as caught:
+        table_of(Service("qwen"), default_model="qwen").service("", ACME, never)
+    assert "qwen" not in str(caught.value)
+
+
+def test_an_adapter_is_no_default_because_its_model_would_answer_in_its_place() -> None:
+    with pytest.raises(ModelNotFound, match="poet"):
+        table_of(Service("llama", "poet"), default_model="poet").service("", ACME, never)
