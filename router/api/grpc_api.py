@@ -251,12 +251,12 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     async def DrainWorker(  # noqa: N802
         self, request: admin_pb2.DrainWorkerRequest, context: CallContext
     ) -> admin_pb2.DrainWorkerResponse:
-        return await self._models.of_worker(request.worker_id, request.model).controller.drain(request)
+        return await self._models.one(request.model).controller.drain(request)
 
     async def SetWorkerRole(  # noqa: N802
         self, request: admin_pb2.SetWorkerRoleRequest, context: CallContext
     ) -> admin_pb2.SetWorkerRoleResponse:
-        return await self._models.of_worker(request.worker_id, request.model).controller.set_role(request)
+        return await self._models.one(request.model).controller.set_role(request)
 
     async def AddAdapter(  # noqa: N802
         self, request: admin_pb2.AddAdapterRequest, context: CallContext

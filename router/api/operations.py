@@ -270,7 +270,7 @@ def _add_views(app: FastAPI, operations: Operations, tenants: TenantBook, is_rea
     @app.get("/api/workers/{worker_id}/log", responses=answers(LOG))
     async def log(worker_id: str, model: _Model = "") -> JSONResponse:
         """Return the latest 200 lines of a worker's output, log lines as text."""
-        entry = operations.models.of_worker(worker_id, model)
+        entry = operations.models.one(model)
         lines = await entry.client.read_log(_worker(entry, worker_id), MAX_LOG_LINES)
         return JsonAnswer({"worker": worker_id, "lines": lines}, headers=NO_STORE)
 
@@ -280,7 +280,7 @@ def _add_orders(app: FastAPI, operations: Operations, tenants: TenantBook) -> No
     async def drain(request: Request, read: Reader[Order], worker_id: str) -> JSONResponse:
         """Drain and replace a worker: its requests migrate to other workers."""
         asked = await _order(read, tenants)
-        controller = operations.models.of_worker(worker_id, asked.model).controller
+        controller = operations.models.one(asked.model).controller
         await controller.drain(admin_pb2.DrainWorkerRequest(worker_id=worker_id))
         return JsonAnswer({"worker": worker_id, "state": "draining"})
 
@@ -288,7 +288,7 @@ def _add_orders(app: FastAPI, operations: Operations, tenants: TenantBook) -> No
     async def role(request: Request, read: Reader[RoleOrder], worker_id: str) -> JSONResponse:
         """Move a worker to the other pool, with its cache."""
         asked = await _order(read, tenants)
-        controller = operations.models.of_worker(worker_id, asked.model).controller
+        controller = operations.models.one(asked.model).controller
         await controller.set_role(admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=asked.role))
         return JsonAnswer({"worker": worker_id, "role": asked.role})
 

@@ -15,6 +15,8 @@ from baton.v1 import inference_pb2
 SESSION = "x-session-id"
 FIRST_CHARACTERS = 256
 """Number of characters that identify a text without messages: a continuation of the text begins with them."""
+MOST_CHARACTERS = 4096
+"""Number of characters of a message that count."""
 FIRST_TOKENS = 64
 """Number of token ids that identify a prompt of token ids."""
 
@@ -28,11 +30,11 @@ class NamesModel(Protocol):
 
 def opening_of(body: NamesModel | Mapping[str, Any]) -> str:
     """Return the start of the prompt of any API's body, validated or as JSON."""
-    instructions = _field(body, "system") or _field(body, "instructions") or ""
+    instructions = _text(_field(body, "system") or _field(body, "instructions"))
     for name in ("messages", "input", "prompt", "text", "tokens"):
         if (found := _field(body, name)) is not None:
             return f"{instructions}\0{_start(found)}"
-    return str(instructions)
+    return instructions
 
 
 def opening_of_message(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> str:
@@ -54,11 +56,20 @@ def _start(prompt: Any) -> str:
     if isinstance(prompt[0], int):
         return str(list(prompt[:FIRST_TOKENS]))
     if any(_field(each, "role") for each in prompt):
-        return _until_user((str(_field(each, "role")), str(_field(each, "content"))) for each in prompt)
+        return _until_user((str(_field(each, "role")), _text(_field(each, "content"))) for each in prompt)
     first = prompt[0]  # of several prompts
     if isinstance(first, Sequence):
         first = first[: FIRST_CHARACTERS if isinstance(first, str) else FIRST_TOKENS]
     return str(first)
+
+
+def _text(content: Any) -> str:
+    """Return the start of the text of a message, without its images, which may have many MB."""
+    if isinstance(content, str):
+        return content[:MOST_CHARACTERS]
+    parts = content if isinstance(content, Sequence) else ()
+    texts = (text for each in parts if isinstance(text := _field(each, "text"), str))
+    return next(texts, "")[:MOST_CHARACTERS]
 
 
 def _until_user(messages: Iterable[tuple[str, str]]) -> str:

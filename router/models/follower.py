@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.cluster import ModelAnnouncement, WorkerState
-from baton.errors import BatonError, StoreUnavailable
+from baton.errors import BatonError, ModelLoadError, StoreUnavailable
 from baton.rpc.model_files import FileSource
 from baton.tasks import cancel_and_wait
 from kvstore.leases import MODEL_LEASE_S, EndpointStore
@@ -278,7 +278,8 @@ class ModelFollower:
         """Serve a model that is loaded, or try again later."""
         if not loading.task.done():
             return
-        announced, error = loading.announced, loading.task.exception()
+        announced, is_cancelled = loading.announced, loading.task.cancelled()
+        error = ModelLoadError("its load was cancelled") if is_cancelled else loading.task.exception()
         if error is None:
             del self._loading[announced.content_id]
             self._serve(loading.task.result(), tasks)

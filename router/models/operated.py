@@ -40,28 +40,14 @@ class OperatedModels:
             ModelNotFound: there is none.
             InvalidRequest: there are several.
         """
-        return _only(self.named(name), "")
-
-    def of_worker(self, worker_id: str, name: str) -> ModelEntry:
-        """Return the model that has this worker; if none is known to have it, the only model of the name.
-
-        Raises:
-            ModelNotFound: there is no model of this name.
-            InvalidRequest: several models have such a worker, or several could.
-        """
-        named = self.named(name)
-        having = [each for each in named if any(worker.info.id == worker_id for worker in each.pools.workers)]
-        return _only(having or named, f" with a worker {worker_id!r:.100}")
+        found = self.named(name)
+        if not found:
+            raise ModelNotFound("no model is served", "model")
+        if len(found) > 1:
+            releases = ", ".join(sorted(each.announcement.release for each in found)[:8])
+            raise InvalidRequest(f"there are several models: {releases}; name one of these releases", "model")
+        return found[0]
 
 
 def _names(entry: ModelEntry) -> tuple[str, ...]:
     return entry.announcement.name, entry.announcement.release, entry.announcement.content_id
-
-
-def _only(found: Sequence[ModelEntry], what: str) -> ModelEntry:
-    if not found:
-        raise ModelNotFound("no model is served", "model")
-    if len(found) > 1:
-        releases = ", ".join(sorted(each.announcement.release for each in found)[:8])
-        raise InvalidRequest(f"there are several models{what}: {releases}; name one of these releases", "model")
-    return found[0]

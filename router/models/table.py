@@ -24,8 +24,6 @@ from router.timeline.log import RequestLog
 
 Opening = Callable[[], str]
 """Returns the identity of a session within its tenant: the client's name for it, or the start of the prompt."""
-MAX_OPENING = 4096
-"""Maximum number of characters of an opening that are used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +119,7 @@ class ModelTable:
         releases = self._of(name, tenant)
         if len(releases) == 1:
             return releases[0]
-        session = f"{tenant.id}\0{opening()[:MAX_OPENING]}".encode("utf-8", "surrogatepass")
+        session = f"{tenant.id}\0{opening()}".encode("utf-8", "surrogatepass")
         return max(releases, key=lambda each: _rank(each, session))
 
     def name_for(self, name: str, tenant: Tenant) -> str:

@@ -57,16 +57,3 @@ def test_one_of_several_has_to_be_named() -> None:
         with pytest.raises(InvalidRequest, match="there are several models: llama-1, llama-2") as caught:
             MODELS.one(name)
         assert caught.value.param == "model"
-
-
-def test_a_worker_names_its_model_unless_several_have_one_of_its_id() -> None:
-    assert MODELS.of_worker("a", "") is OLD
-    assert MODELS.of_worker("both", "llama-2") is NEW
-    with pytest.raises(InvalidRequest, match="with a worker 'both': llama-1, llama-2; name one"):
-        MODELS.of_worker("both", "")
-
-
-def test_a_worker_that_no_router_knows_may_be_known_to_the_only_controller() -> None:
-    assert MODELS.of_worker("unknown", "qwen") is QWEN
-    with pytest.raises(InvalidRequest, match="with a worker 'unknown': llama-1, llama-2, q"):
-        MODELS.of_worker("unknown", "")

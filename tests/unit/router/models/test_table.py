@@ -194,3 +194,14 @@ def test_a_tenant_that_may_not_use_the_default_model_gets_its_only_one_and_does_
 def test_an_adapter_is_no_default_because_its_model_would_answer_in_its_place() -> None:
     with pytest.raises(ModelNotFound, match="poet"):
         table_of(Service("llama", "poet"), default_model="poet").service("", ACME, never)
+
+
+def test_sessions_with_the_same_long_instructions_are_divided() -> None:
+    """Agents have system prompts of many thousand characters; what tells their sessions apart comes after those."""
+    releases: list[Any] = [Service("llama"), Service("llama")]
+    table = table_of(*releases)
+    found = Counter(
+        releases.index(table.service("llama", DEFAULT_TENANT, partial("{}{}".format, "s" * 9000, number)))
+        for number in range(400)
+    )
+    assert 140 < found[0] < 260
