@@ -655,6 +655,23 @@ print(json.dumps({
     } | ({"LC_CTYPE"} & set(found["env"]))
 
 
+def test_a_copied_file_names_what_its_reader_mounts(kube: Kube) -> None:
+    kube.create(CONFIG_MAP, "config", data={"x.yaml": "file: /var/lib/x/state"})
+    volumes = [
+        {"name": "config", "configMap": {"name": "config"}},
+        {"name": "copy", "emptyDir": {}},
+        {"name": "state", "emptyDir": {}},
+    ]
+    copy, state = {"name": "copy", "mountPath": "/etc/copy"}, {"name": "state", "mountPath": "/var/lib/x"}
+    of_config = {"name": "config", "mountPath": "/etc/x"}
+    copies = shell("cp /etc/x/x.yaml /etc/copy/", name="copies", volumeMounts=[of_config, copy])
+    code = "import json, sys; print(json.dumps({'read': open(sys.argv[1]).read(), 'state': sys.argv[2]}))"
+    main = python(code, args=["/etc/copy/x.yaml", "/var/lib/x/state"], volumeMounts=[copy, state])
+    found = kube.logged(kube.pod("p", main, initContainers=[copies], volumes=volumes, restartPolicy="Never"))
+    assert found["read"] == f"file: {found['state']}"
+    assert not found["state"].startswith("/var/lib/x")
+
+
 def test_a_claim_keeps_what_is_in_it(kube: Kube) -> None:
     claim = kube.create(CLAIM, "models", {"resources": {"requests": {"storage": "1Gi"}}})
     volumes = [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.fakekube.machine.environment import Lookup, NotYet, contents, field, resource
@@ -46,15 +46,7 @@ class PodFolder:
         """Makes a container's folders, those of ConfigMaps and Secrets still empty."""
         own = self._own(pod, container)
         own.mkdir(exist_ok=True)
-        sources = {volume["name"]: (n, volume) for n, volume in enumerate(pod["spec"].get("volumes") or [])}
-        mounts = {}
-        for mount in container.get("volumeMounts") or []:
-            place = self._place(own, *sources[mount["name"]])
-            if below := mount.get("subPath"):
-                place /= below
-                if not _is_from_objects(sources[mount["name"]][1]):
-                    place.mkdir(parents=True, exist_ok=True)
-            mounts[mount["mountPath"].rstrip("/")] = str(place)
+        mounts = {mount["mountPath"].rstrip("/"): self._mounted(own, pod, mount) for mount in _mounts(container)}
         tmp = Path(mounts.get("/tmp", own / "t"))
         for path in (tmp, own / "home"):
             path.mkdir(exist_ok=True)
@@ -64,11 +56,14 @@ class PodFolder:
     def fill(self, pod: Object, container: Object, translation: Translation) -> None:
         """Writes the files of ConfigMaps, Secrets and the downward API.
 
+        Another container may read a copy of them, so they name the volumes that containers share, whoever mounts them.
+
         Raises:
             NotYet: an object is missing.
             UnknownService: of a file's text.
         """
-        mounted = {mount["name"] for mount in container.get("volumeMounts") or []}
+        mounted = {mount["name"] for mount in _mounts(container)}
+        translation = replace(translation, mounts=self._shared(pod) | dict(translation.mounts))
         for n, volume in enumerate(pod["spec"].get("volumes") or []):
             if volume["name"] in mounted and _is_from_objects(volume):
                 place = self._place(self._own(pod, container), n, volume)
@@ -83,6 +78,24 @@ class PodFolder:
         """May come twice."""
         if self.path.exists():
             shutil.rmtree(self.path)
+
+    def _shared(self, pod: Object) -> dict[str, str]:
+        """mountPath -> where it is, of all volumes that are not one container's."""
+        shared = {volume["name"] for volume in pod["spec"].get("volumes") or [] if not _is_from_objects(volume)}
+        containers = [*(pod["spec"].get("initContainers") or []), *pod["spec"]["containers"]]
+        mounts = [mount for container in containers for mount in _mounts(container) if mount["name"] in shared]
+        return {mount["mountPath"].rstrip("/"): self._mounted(self.path, pod, mount) for mount in mounts}
+
+    def _mounted(self, own: Path, pod: Object, mount: Object) -> str:
+        """Where a mount leads. Makes it."""
+        volumes = enumerate(pod["spec"].get("volumes") or [])
+        number, volume = next((n, volume) for n, volume in volumes if volume["name"] == mount["name"])
+        place = self._place(own, number, volume)
+        if below := mount.get("subPath"):
+            place /= below
+            if not _is_from_objects(volume):
+                place.mkdir(parents=True, exist_ok=True)
+        return str(place)
 
     def _own(self, pod: Object, container: Object) -> Path:
         names = [c["name"] for c in [*(pod["spec"].get("initContainers") or []), *pod["spec"]["containers"]]]
@@ -126,6 +139,10 @@ class PodFolder:
                 return {}
             raise NotYet("ContainerCreating", f"MountVolume.SetUp failed: {error}") from None
         return found
+
+
+def _mounts(container: Object) -> list[Object]:
+    return container.get("volumeMounts") or []
 
 
 def _is_from_objects(volume: Object) -> bool:
