@@ -44,7 +44,7 @@ from router.models.files import ModelFileCache
 from router.models.follower import ModelFollower
 from router.models.operated import OperatedModels
 from router.models.table import ModelTable
-from router.picker import Picker, Sources, Wanted
+from router.picker import Picker, Request, Sources, Wanted
 from router.service import Front
 from router.timeline.log import Ingress
 from router.timeline.usage_log import UsageBook, UsageFile
@@ -255,9 +255,9 @@ def _picker(
     if not config.router.picker_port:
         return None
 
-    def lookup(api_key: str | None, model: str, body: Mapping[str, Any]) -> Wanted:
-        tenant = tenants.identify(api_key)
-        opening = opening_of(body)
+    def lookup(request: Request, model: str, body: Mapping[str, Any]) -> Wanted:
+        tenant = tenants.identify(request.api_key)
+        opening = request.session or opening_of(body)
         release = table.release(model, tenant, lambda: opening)
         return Wanted(f"{tenant.id}\0{opening}".encode("utf-8", "surrogatepass"), frozenset({release.content_id}))
 

@@ -280,7 +280,7 @@ class Taking:
         operation: the operation, named as in the accounting of served requests.
     """
 
-    __slots__ = ("_arrived_s", "_model", "_models", "_operation", "_request")
+    __slots__ = ("_arrived_s", "_models", "_name", "_operation", "_request")
 
     def __init__(self, models: ModelTable, request: Request, operation: str) -> None:
         self._models = models
@@ -288,7 +288,7 @@ class Taking:
         self._operation = operation
 
     def __enter__(self) -> Self:
-        self._arrived_s, self._model = time.monotonic(), ""
+        self._arrived_s, self._name = time.monotonic(), ""
         return self
 
     def service(self, body: NamesModel) -> RouterService:
@@ -297,9 +297,12 @@ class Taking:
         Raises:
             ModelNotFound, InvalidRequest: see `ModelTable.service`.
         """
-        name, tenant = body.model or "", self._request.state.tenant
-        self._model = self._models.name_for(name, tenant)
-        return self._models.service(name, tenant, lambda: self._request.headers.get(SESSION) or opening_of(body))
+        request, self._name = self._request, body.model or ""
+
+        def opening() -> str:
+            return request.headers.get(SESSION) or opening_of(body)
+
+        return self._models.service(self._name, request.state.tenant, opening)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         match error:
@@ -313,10 +316,11 @@ class Taking:
 
     def _refused(self, error: BatonError | HTTPException) -> None:
         param = error.param if isinstance(error, (InvalidRequest, Unsupported)) else None
+        tenant: Tenant = self._request.state.tenant
         refused = RefusedBody(
             request_id=id_of(self._request),
-            tenant=self._request.state.tenant.id,
-            model=self._model or self._models.name_for("", self._request.state.tenant),
+            tenant=tenant.id,
+            model=self._models.name_for(self._name, tenant) or self._models.name_for("", tenant),
             operation=self._operation,
             arrived_s=self._arrived_s,
             error=error,

@@ -63,12 +63,12 @@ class HistorySlot:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What is kept of a slot."""
+    """The sums of the counts of one slot."""
 
     num_routers: int = 0
     models: ModelCounts = field(default_factory=dict)
     whole: Counts = field(default_factory=dict)
-    """Sums over all models, so that nobody has to add up an hour of them."""
+    """Sums over all models, which are added up once, and not for each reader."""
 
     @staticmethod
     def of(parts: Collection[ModelCounts]) -> _Kept:

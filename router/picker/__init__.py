@@ -7,5 +7,6 @@ Gateways call it over Envoy's external processing (ext_proc). `pick` decides, `w
 from router.picker.exchange import Sources
 from router.picker.pick import Wanted
 from router.picker.service import Picker
+from router.picker.wire import Request
 
-__all__ = ["Picker", "Sources", "Wanted"]
+__all__ = ["Picker", "Request", "Sources", "Wanted"]

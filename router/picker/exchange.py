@@ -61,10 +61,10 @@ class Sources:
 
     routers: Callable[[], Sequence[RouterInfo]]
     """Returns the live routers of the endpoint."""
-    lookup: Callable[[str | None, str, Mapping[str, Any]], Wanted]
+    lookup: Callable[[wire.Request, str, Mapping[str, Any]], Wanted]
     """Returns the session of a request and the models that may serve it.
 
-    Its arguments are the client's API key, the requested model ("" if the body names none) and the whole body. It
+    Its arguments are the request, the requested model ("" if the body names none) and the whole body. It
     raises ModelNotFound if the client may learn that there is no such model; after any other error, a router answers.
     """
     is_crowded: Callable[[], bool]
@@ -122,7 +122,7 @@ class Chooser:
             if not isinstance(value, dict):
                 return None
             model = value.get("model")
-            return self._sources.lookup(request.api_key, model if isinstance(model, str) else "", value)
+            return self._sources.lookup(request, model if isinstance(model, str) else "", value)
 
         try:
             return await self._parser.parse(body, parts, request.api_key or "", read)

@@ -18,6 +18,7 @@ from router.admission import MAX_REQUEST_ID
 from router.admission.tenants import api_key_of
 from router.api.apis import error_body
 from router.api.exchange import REQUEST_ID, ascii_json
+from router.api.sessions import SESSION
 from router.picker.pick import Subset
 from router.picker.v3.external_processor_pb2 import (
     BUFFERED,
@@ -60,6 +61,8 @@ class Request:
     path: str
     request_id: str
     api_key: str | None
+    session: str
+    """Name that the client gives its session; empty: none."""
     has_body: bool
     subset: Subset | None
     """Endpoints to which the gateway limits the choice; None: all."""
@@ -78,6 +81,7 @@ def request_of(message: ProcessingRequest) -> Request:
         path=headers.get(":path", b"").decode(errors="replace").partition("?")[0],
         request_id=given if is_fit else uuid.uuid4().hex,
         api_key=api_key_of(headers.items()),
+        session=headers.get(SESSION, b"").decode(errors="replace"),
         has_body=not message.request_headers.end_of_stream,
         subset=_subset(message),
         request_mode=message.protocol_config.request_body_mode if has_modes else FULL_DUPLEX_STREAMED,

@@ -71,7 +71,7 @@ class Scene:
         )
 
     async def listed_anew(self) -> list[ModelAnnouncement]:
-        """What a router reads that starts now."""
+        """Returns the models that a router reads if it starts now."""
         return await self.of(Principal.ROUTER).list_models()
 
     def noted(self, what: str = "model") -> str:

@@ -202,7 +202,7 @@ def names(key: str, length: int = 0) -> Command:
 
 
 def false(ids: str, key: str, line: str, number: int) -> list[Command]:
-    """Names whose values are there, and are nobody's; the key is that of the name x."""
+    """Names with values that no member has written; the key is that of the name x."""
     key = key[:-1]
     add = f"redis.call('SADD', k, 'x' .. i) local n = ARGV[1] .. 'x' .. i {line}"
     return [repeated(ids, add, number, key)]

@@ -101,7 +101,7 @@ async def test_every_ledger_answers_as_the_arithmetic_does(ledger: Ledger, backe
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_two_accounts_are_booked_as_the_arithmetic_does(ledger: Ledger, backend: Backend, seed: int) -> None:
-    """Of a tenant, over all models and with one of two models. Both record an entry, or none does."""
+    """Two accounts of a tenant, over all models and with one model: both record an entry, or none does."""
     rng, accounts, refusals = random.Random(seed), {name: Account() for name in ("", "a", "b")}, set()
     for version in range(4, 204):
         backend.clock.now = round(backend.clock.now + rng.choice((0.0, 0.1, 1.0, 5.0, 30.0, 2000.0)), 3)

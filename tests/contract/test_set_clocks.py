@@ -87,7 +87,7 @@ class World:
 
 
 class Reader(NamedTuple):
-    """What a router reads."""
+    """Returns the values that a router reads."""
 
     leases: RedisLeases
     endpoint: RedisEndpoint

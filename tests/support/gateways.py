@@ -14,7 +14,7 @@ import grpc
 from baton.cluster import RoutedModel, RouterInfo
 from baton.config import Config, RouterConfig
 from baton.errors import ModelNotFound
-from router.picker import Picker, Sources, Wanted
+from router.picker import Picker, Request, Sources, Wanted
 from router.picker.service import OWN_NAME
 from router.picker.v3 import external_processor_pb2 as pb
 from router.picker.v3 import external_processor_pb2_grpc as rpc
@@ -45,17 +45,20 @@ class Cluster:
 
     routers: Sequence[RouterInfo] = tuple(router_at(f"10.0.0.{number}:8000") for number in range(1, 5))
     is_crowded: bool = False
-    lookup: Callable[[str | None, str, Mapping[str, Any]], Wanted] | None = None
+    lookup: Callable[[Request, str, Mapping[str, Any]], Wanted] | None = None
     asked: list[tuple[str | None, str, Mapping[str, Any]]] = field(default_factory=list)
+    sessions: list[str] = field(default_factory=list)
+    """Names that the clients gave their sessions, one for each look-up."""
 
     @property
     def sources(self) -> Sources:
         return Sources(routers=lambda: self.routers, lookup=self._lookup, is_crowded=lambda: self.is_crowded)
 
-    def _lookup(self, key: str | None, model: str, body: Mapping[str, Any]) -> Wanted:
-        self.asked.append((key, model, body))
+    def _lookup(self, request: Request, model: str, body: Mapping[str, Any]) -> Wanted:
+        self.asked.append((request.api_key, model, body))
+        self.sessions.append(request.session)
         if self.lookup is not None:
-            return self.lookup(key, model, body)
+            return self.lookup(request, model, body)
         if model not in MODELS:
             raise ModelNotFound(f"model {model!r} is not served", "model")
         return Wanted(str(body.get("user", "")).encode(), frozenset({MODELS[model]}))

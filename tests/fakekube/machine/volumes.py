@@ -56,7 +56,8 @@ class PodFolder:
     def fill(self, pod: Object, container: Object, translation: Translation) -> None:
         """Writes the files of ConfigMaps, Secrets and the downward API.
 
-        Another container may read a copy of them, so they name the volumes that containers share, whoever mounts them.
+        Another container may read a copy of them, so they name the shared volumes, also those that this container does
+        not mount.
 
         Raises:
             NotYet: an object is missing.

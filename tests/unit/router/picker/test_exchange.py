@@ -282,12 +282,13 @@ async def test_a_request_that_the_lookup_refuses_otherwise_goes_to_any_router(
     assert set(picked(await pick_for(channel))) == ALL
 
 
-async def test_the_lookup_gets_the_key_and_the_model(channel: grpc.aio.Channel, cluster: Cluster) -> None:
+async def test_the_lookup_gets_key_session_and_model(channel: grpc.aio.Channel, cluster: Cluster) -> None:
     await pick_for(channel, CHAT, {"authorization": "Bearer sk-1", "x-gateway-destination-endpoint": "6.6.6.6:6"})
     cluster.lookup = lambda *_: Wanted(b"")
     for model in (None, 7, ["llama"]):
-        await pick_for(channel, json.dumps({"model": model}).encode(), {"X-Api-Key": "sk-2"})
+        await pick_for(channel, json.dumps({"model": model}).encode(), {"X-Api-Key": "sk-2", "X-Session-Id": "mine"})
     assert [each[:2] for each in cluster.asked] == [("sk-1", "llama"), *[("sk-2", "")] * 3]
+    assert cluster.sessions == ["", *["mine"] * 3]
 
 
 async def test_routers_that_serve_the_model_are_chosen(channel: grpc.aio.Channel, cluster: Cluster) -> None:
