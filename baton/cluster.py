@@ -439,6 +439,8 @@ class ServedModel:
     """Requests that wait until it is awake, at all routers."""
     wake_s: float = 0.0
     """See `ModelAnnouncement.wake_s`."""
+    problem: str = ""
+    """See `ModelAnnouncement.problem`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1768,6 +1768,7 @@ class ServedModel(_message.Message):
     CONTROLLER_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     WAKE_S_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Name under which clients request it."""
     path: _builtins.str
@@ -1782,6 +1783,8 @@ class ServedModel(_message.Message):
     """Requests that all routers hold until the model is awake."""
     wake_s: _builtins.float
     """Seconds from the request for the latest wake-up to the first ready decode worker; 0: not known."""
+    problem: _builtins.str
+    """Reason why a wake-up in progress makes no progress; empty: none is known."""
     @_builtins.property
     def pools(self) -> _containers.MessageMap[_builtins.str, Global___Pool]: ...
     @_builtins.property
@@ -1801,10 +1804,11 @@ class ServedModel(_message.Message):
         controller: Global___Controller | None = ...,
         held: _builtins.int = ...,
         wake_s: _builtins.float = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_id", b"content_id", "controller", b"controller", "held", b"held", "id", b"id", "path", b"path", "pools", b"pools", "release", b"release", "share", b"share", "state", b"state", "wake_s", b"wake_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_id", b"content_id", "controller", b"controller", "held", b"held", "id", b"id", "path", b"path", "pools", b"pools", "problem", b"problem", "release", b"release", "share", b"share", "state", b"state", "wake_s", b"wake_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

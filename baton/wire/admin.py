@@ -154,6 +154,7 @@ def _model(model: ServedModel) -> admin_pb2.ServedModel:
         controller=_controller(model.controller) if model.controller else None,
         held=model.held,
         wake_s=model.wake_s,
+        problem=model.problem,
     )
 
 

@@ -19,6 +19,8 @@ def print_status(report: dict[str, Any]) -> None:
     models = report["models"]
     if len(models) > 1 or any(_state(model) != ModelState.READY for model in models):
         out.print(model_table(models))
+        for line in problem_lines(models):
+            out.print(line)
     workers = in_order(report["workers"])
     out.print(worker_table(workers))
     workers = with_releases(workers)
@@ -56,6 +58,11 @@ def model_table(models: Sequence[Mapping[str, Any]]) -> Table:
         sizes = (f"{pool['ready']} of {pool['desired']}" if pool else "-" for pool in pools)
         table.add_row(model["id"], model["release"], share, state, *sizes, str(model.get("held", 0)))
     return table
+
+
+def problem_lines(models: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return one line for each model that wakes without progress, with the reason."""
+    return [f"{model['release']} does not wake: {model['problem']}" for model in models if model.get("problem")]
 
 
 def model_in_words(model: Mapping[str, Any]) -> str:

@@ -234,6 +234,7 @@ class ModelWatch:
             controller=self._controller,
             held=sum(router.of_model(model.content_id).held for router in routers) if routers else self._num_held(),
             wake_s=model.wake_s,
+            problem=model.problem,
         )
 
 

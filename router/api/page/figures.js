@@ -173,7 +173,7 @@ const STATES = { ready: "good", asleep: "soft", waking: "warn", down: "bad", lea
 // Returns the texts of each model: [{release, name, state, level, facts, canWake}]. all: all models of the endpoint.
 export function modelLines(models, all) {
   return models.map((model) => {
-    const { state, pools, held, wake_s } = model, shares = all.filter((each) => each.id === model.id && each.state !== "leaving");
+    const { state, pools, held, wake_s, problem } = model, shares = all.filter((each) => each.id === model.id && each.state !== "leaving");
     const workers = Object.entries(pools).sort().reverse().filter(([, pool]) => pool.desired || pool.ready).map(([name, pool]) => `${name} ${pool.ready} of ${pool.desired}`);
     return {
       release: model.release, name: nameOf(model, all), state, level: STATES[state] || "soft", canWake: state === "asleep",
@@ -182,6 +182,7 @@ export function modelLines(models, all) {
         workers.length ? workers.join(", ") : "no workers",
         held ? `${figure(held, 0)} ${held === 1 ? "request" : "requests"} held` : "",
         wake_s > 0 ? `woke in ${duration(wake_s)} last time` : "",
+        problem ? `does not wake: ${problem}` : "",
       ].filter(Boolean),
     };
   }).sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));

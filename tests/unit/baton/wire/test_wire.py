@@ -799,6 +799,7 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                 "pools": {},
                 "held": 0,
                 "wake_s": 0.0,
+                "problem": "",
             }
         ],
         "controller": {

@@ -19,6 +19,7 @@ from deploy.operator.tables import (
     model_in_words,
     model_table,
     pool_lines,
+    problem_lines,
     state_lines,
     transfer_table,
     with_releases,
@@ -191,6 +192,10 @@ def test_each_model_has_a_row_with_its_state_and_its_share_of_a_name() -> None:
     ]
     assert [model_in_words(each) for each in models[1:3]] == ["big", "small (asleep)"]
     assert model_in_words({"id": "of an older release"}) == "of an older release"
+
+
+def test_the_status_gives_the_reason_why_a_model_does_not_wake() -> None:
+    assert problem_lines([BIG, BIG | {"problem": "no node has room"}]) == ["big-1 does not wake: no node has room"]
 
 
 def test_workers_of_several_models_are_told_apart() -> None:

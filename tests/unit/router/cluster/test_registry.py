@@ -174,7 +174,7 @@ async def test_each_model_has_its_own_counts_and_workers() -> None:
         await leases.set_desired({"decode": len(watches) + 1})
         await joins(leases, f"{name}-worker")
         watch = ModelWatch(
-            model_announcement(f"{name}-1", name=name, wake_s=2.5),
+            model_announcement(f"{name}-1", name=name, wake_s=2.5, problem="no room"),
             leases=leases,
             pools=PoolView(mirror.lookup, time.monotonic),
             client=WorkerClient(),
@@ -220,7 +220,7 @@ async def test_each_model_has_its_own_counts_and_workers() -> None:
         ("qwen", 6, 2),
     ]
     assert (whole.pools["decode"].desired, whole.pools["decode"].ready) == (3, 2)
-    assert [each.id for each in one.models] == ["qwen"]
+    assert [(each.id, each.wake_s, each.problem) for each in one.models] == [("qwen", 2.5, "no room")]
     assert [each.info.id for each in one.workers] == ["qwen-worker"]
     assert one.pools["decode"].desired == 2
     await cancel_and_wait([running])
