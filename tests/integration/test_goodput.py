@@ -168,7 +168,7 @@ def lost_decode(injected: Injected) -> list[Stream]:
 def lost_prefill(injected: Injected) -> list[Stream]:
     """The worker with the prompts dies before any of them is computed; another one is there."""
     injected.add(Role.DECODE)
-    first = injected.add(Role.PREFILL, token_ms=20.0)
+    first = injected.add(Role.PREFILL, token_ms=200.0)
     streams = injected.at_once(8, 100, 3, e2e_ms=500)
     time.sleep(0.3)
     injected.add(Role.PREFILL)

@@ -1,10 +1,15 @@
-"""Whatever structure a client sends, it is served or refused by name within two seconds, and nobody beside it waits."""
+"""Whatever structure a client sends, it is served or refused by name within two seconds, and nobody beside it waits.
+
+The seconds are those of a core that nothing else needs: on a busy machine they are measured, and longer.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,8 +32,16 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.clock
 
 ANSWER_S = 2.0
+"""On a core that nothing else needs: a compiler may take a second of a processor's time."""
 WAIT_S = 0.1
 """How much longer than without the structure a stream beside it may wait for a token."""
+SPIN = """
+import time
+began_s = time.monotonic()
+while time.process_time() < 0.2:
+    pass
+print((time.monotonic() - began_s) / 0.2)
+"""
 NUM_TRIES = 3
 """Another test's burst makes one of them slow; a structure that does makes all of them slow."""
 STEP_MS = 4.0
@@ -198,6 +211,11 @@ def told_apart(structure: dict[str, Any], number: int) -> dict[str, Any]:
     return {kind: f"(?:{text}){{1}}" if kind == "regex" and number else text + "\n" * number}
 
 
+def pace() -> float:
+    """Returns how many seconds pass at present until a process has had a second of a processor's time."""
+    return max(1.0, float(subprocess.check_output([sys.executable, "-S", "-c", SPIN])))
+
+
 LARGEST = {"2,000 properties", "15,000 alternatives"}
 """Each of which keeps a core busy for its two seconds: on a machine that has no other for them they take longer."""
 
@@ -209,17 +227,20 @@ def test_it_is_served_or_refused_soon_and_nobody_waits(fleet: Fleet, beside: Bes
     structure, expected = STRUCTURES[name]
     found = []
     for number in range(NUM_TRIES):
+        seconds = [pace()]
         began_s = time.monotonic()
         beside.wait_for(NUM_QUIET)
         asked_s = time.monotonic()
         outcome = outcome_of(fleet, told_apart(structure, number), number)
         ended_s = time.monotonic()
+        seconds.append(pace())
         assert expected in (outcome, EITHER)
         quiet_s, wait_s = beside.longest_wait_s(began_s, asked_s), beside.longest_wait_s(asked_s, ended_s)
         found.append(
-            f"{outcome} after {ended_s - asked_s:.2f} s; waits {wait_s * 1e3:.0f}, else {quiet_s * 1e3:.0f} ms"
+            f"{outcome} after {ended_s - asked_s:.2f} s, each {max(seconds):.1f} s long; "
+            f"waits {wait_s * 1e3:.0f}, else {quiet_s * 1e3:.0f} ms"
         )
         print(name, found[-1])
-        if ended_s - asked_s <= ANSWER_S and wait_s <= quiet_s + WAIT_S:
+        if ended_s - asked_s <= ANSWER_S * max(seconds) and wait_s <= quiet_s + WAIT_S:
             return
     pytest.fail(f"{name}: {found}")
