@@ -17,7 +17,7 @@ def print_status(report: dict[str, Any]) -> None:
     """Print the report of `Client.status`."""
     out = Terminal(soft_wrap=True)
     models = report["models"]
-    if len(models) > 1 or any(_state(model) != ModelState.READY for model in models):
+    if len(models) > 1 or any(_state(model) != ModelState.READY or model.get("wake_s") for model in models):
         out.print(model_table(models))
         for line in problem_lines(models):
             out.print(line)

@@ -43,11 +43,22 @@ class Release:
     environment: dict[str, str]
     values: tuple[str, ...]
     name: str = NAME
+    door: str = ""
+    """The release with the routers, if that is another one."""
     chart: Path = CHART
 
     def named(self, name: str) -> Release:
         """A second release beside this one."""
         return replace(self, name=name)
+
+    def of_model(self, name: str, *arguments: str) -> Release:
+        """A release with the model `name` alone, which this one's routers serve.
+
+        Args:
+            arguments: of its every install and upgrade, beside this one's.
+        """
+        own = ("--set=parts.door=false", f"--set=door.release={self.name}", f"--set=config.model.served_name={name}")
+        return replace(self, name=f"{self.name}-{name}", door=self.name, values=(*self.values, *own, *arguments))
 
     def helm(self, *arguments: str) -> str:
         return self._run(self.binaries.helm, *arguments)
@@ -72,8 +83,17 @@ class Release:
     @property
     def grpc(self) -> str:
         """host:port of the routers' Service."""
-        service = self.api.store.get(Key(SERVICES, NAMESPACE, self.name))
-        return f"{service['spec']['clusterIP']}:50051"
+        return f"{self._service_ip}:50051"
+
+    @property
+    def http(self) -> str:
+        """URL of the routers' Service."""
+        return f"http://{self._service_ip}:8000"
+
+    @property
+    def _service_ip(self) -> str:
+        found: str = self.api.store.get(Key(SERVICES, NAMESPACE, self.door or self.name))["spec"]["clusterIP"]
+        return found
 
     def pool(self, role: str) -> dict[str, Any]:
         return self.api.store.get(Key(SERVING_POOLS, NAMESPACE, self.pool_name(role)))
@@ -196,14 +216,14 @@ def kube_cluster(
         yield release
 
 
-def load_on(address: str) -> Clients:
-    """Clients of the routers, each with a connection of its own."""
+def load_on(address: str, model: str = "") -> Clients:
+    """Clients of the routers, each with a connection of its own. They request the model by its name, if it is given."""
 
     def script(number: int) -> Requests:
         with grpc.insecure_channel(address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             for turn in itertools.count(1):
                 prompt = [1 + (number * 7919 + turn * 31 + i) % 40_000 for i in range(100 + turn % 50)]
-                yield Stream(inference=stub, prompt=prompt, max_tokens=NUM_TOKENS).served
+                yield Stream(inference=stub, prompt=prompt, max_tokens=NUM_TOKENS, fields={"model": model}).served
 
     return Clients(script, NUM_CLIENTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import pytest
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +20,7 @@ from deploy.operator.tables import (
     model_in_words,
     model_table,
     pool_lines,
+    print_status,
     problem_lines,
     state_lines,
     transfer_table,
@@ -196,6 +198,22 @@ def test_each_model_has_a_row_with_its_state_and_its_share_of_a_name() -> None:
 
 def test_the_status_gives_the_reason_why_a_model_does_not_wake() -> None:
     assert problem_lines([BIG, BIG | {"problem": "no node has room"}]) == ["big-1 does not wake: no node has room"]
+
+
+def test_a_model_alone_has_a_row_only_if_it_tells_something(capsys: pytest.CaptureFixture[str]) -> None:
+    """That it sleeps, or how long it took to wake."""
+    nothing: dict[str, Any] = {
+        "workers": [],
+        "pools": {},
+        "routers": [],
+        "redis": {"address": "r:1", "ok": True, "garbage": []},
+    }
+    shown = []
+    for changes in ({}, {"state": "asleep"}, {"wake_s": 41.2}):
+        print_status({**nothing, "models": [BIG | changes]})
+        shown.append(capsys.readouterr().out)
+    assert ["big-1" in text for text in shown] == [False, True, True]
+    assert "woke in 41 s" in shown[2]
 
 
 def test_workers_of_several_models_are_told_apart() -> None:
