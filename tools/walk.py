@@ -30,8 +30,10 @@ from baton.config import load as load_config
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
+from engine.core.serving import ServingEngine
+from engine.engines import make_engine
 from router.server import serve
-from worker.process import build_runner, running
+from worker.process import running
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("baton", "engine", "kvstore", "router", "prefill_worker", "decode_worker", "worker", "deploy", "lab")
@@ -94,12 +96,12 @@ def _ask(address: str, text: str) -> None:
             pass
 
 
-async def _trace(config: Config, runners: dict[Role, Any], recorder: Recorder) -> tuple[float, float]:
+async def _trace(config: Config, engines: dict[Role, ServingEngine], recorder: Recorder) -> tuple[float, float]:
     """Returns when the cluster began to be idle, and when the traced request was sent."""
     stop = asyncio.Event()
     address = f"127.0.0.1:{config.cluster.grpc_port}"
-    prefill = running(config, Role.PREFILL, "worker-0", "127.0.0.1", runners[Role.PREFILL])
-    decode = running(config, Role.DECODE, "worker-1", "127.0.0.1", runners[Role.DECODE])
+    prefill = running(config, Role.PREFILL, "worker-0", "127.0.0.1", engines[Role.PREFILL])
+    decode = running(config, Role.DECODE, "worker-1", "127.0.0.1", engines[Role.DECODE])
     async with prefill, decode, asyncio.TaskGroup() as tasks:
         tasks.create_task(serve(config, stop))
         await asyncio.to_thread(
@@ -131,9 +133,9 @@ def walks() -> tuple[list[str], list[str]]:
                 router=RouterConfig(mode="disaggregated", id="router-0"),
                 cluster=ClusterConfig(grpc_port=_free_port(), http_port=_free_port()),
             )
-            runners = {role: build_runner(config) for role in Role}
+            engines = {role: make_engine(config, cache_dir(config.cluster)) for role in Role}
             recorder.begin()
-            idle_s, asked_s = asyncio.run(_trace(config, runners, recorder))
+            idle_s, asked_s = asyncio.run(_trace(config, engines, recorder))
         finally:
             sys.setprofile(None)
             redis.stop()

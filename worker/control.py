@@ -51,8 +51,8 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
         member = self.member
         logger.info("%s drains, for %g s at most", with_role(member.worker_id, member.role), timeout_s)
         member.become(WorkerState.DRAINING)
-        member.loop.hand_back(WorkerDraining(f"{member.worker_id} takes no new work"))
-        self._calls.migrate(member.loop.hypotheses)
+        member.engine.hand_back(WorkerDraining(f"{member.worker_id} takes no new work"))
+        self._calls.migrate(member.engine.hypotheses)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._calls.wait_until_idle()  # pulls from this worker are not waited for

@@ -25,11 +25,8 @@ from baton.tasks import cancel_and_wait
 from baton.tls import member_tls
 from baton.trust import Principal, open_keys
 from engine.core.block_pool import Removed, Stored
-from engine.core.engine import Engine
-from engine.core.loop import EngineLoop
 from engine.core.outputs import EngineEvent, Idle
-from engine.core.runner import KVSpec, Runner
-from engine.core.scheduler import SchedulerLimits
+from engine.core.runner import KVSpec
 from engine.core.serving import ServingEngine
 from kvstore.index import IndexPublisher, RedisConnection, RedisIndex, StreamBounds
 from kvstore.leases import LeaseKeeper, LeaseStore, RedisLeases
@@ -48,7 +45,7 @@ LOOK_AROUND_S = 5.0
 class Member:
     """Engine, KV endpoint, lease and index publisher of one worker process."""
 
-    def __init__(self, role: Role, worker_id: str, host: str, config: Config, runner: Runner) -> None:
+    def __init__(self, role: Role, worker_id: str, host: str, config: Config, engine: ServingEngine) -> None:
         self.worker_id = worker_id
         self.host = host
         self.config = config
@@ -62,34 +59,20 @@ class Member:
         """TLS credentials for other members; None: the cluster uses plain text."""
         self.files = ProvidedFiles.of_model(config.model.path, config.model.chat_template)
         """Files of its model that routers and the controller may read."""
-        self.wire_compat = wire_compat(config.kv_identity, runner.spec)
-        batch = self.batch = config.engine.batch(on_gpu=bool(runner.computes.gpu))
-        limits = SchedulerLimits(
-            max_num_seqs=batch.max_num_seqs,
-            max_num_batched_tokens=batch.max_num_batched_tokens,
-            output_reservation=config.engine.output_reservation,
-            max_draft_tokens=config.engine.max_draft_tokens if config.engine.speculation == "ngram" else 0,
-            snapshot_tokens=config.engine.snapshot_tokens,
-        )
-        self.loop: ServingEngine = EngineLoop(
-            Engine(runner, limits),
-            config.engine.max_waiting,
-            self._on_engine_event,
-            plans_ahead=batch.plans_ahead,
-            step_timeout_s=config.engine.step_timeout_s,
-        )
+        self.wire_compat = wire_compat(config.kv_identity, engine.spec)
+        self.engine = engine
         local = LocalWorker(
             worker_id=worker_id,
             incarnation=self.incarnation,
-            caches=self.loop.caches,
+            caches=engine.caches,
             wire_compat=self.wire_compat,
             host=host,
             tls=self.tls,
             keys=self.keys,
             testing=config.testing,
         )
-        self.kv = KvEndpoint(local, self.loop, config.transfer)
-        self.context = WorkerContext(worker_id, self.loop, self.kv)
+        self.kv = KvEndpoint(local, engine, config.transfer)
+        self.context = WorkerContext(worker_id, engine, self.kv)
         """Context for the RPC handlers."""
         self._keeper: LeaseKeeper | None = None
         self._publisher: IndexPublisher | None = None
@@ -98,7 +81,6 @@ class Member:
         self._has_become = asyncio.Event()
         """Set whenever the state has changed."""
         self._info: WorkerInfo | None = None
-        self._computes = replace(runner.computes, plans_ahead=batch.plans_ahead)
         self._malformed = MalformedCount()
         self._measured_last: WorkerLoad | None = None
         self._num_loads = 0
@@ -178,7 +160,7 @@ class Member:
     async def _run(self, keeper: LeaseKeeper, index: RedisIndex, leases: LeaseStore, rpc: RpcServer) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._answer_health(rpc), name="health")
-            tasks.create_task(self.loop.run(), name="engine")
+            tasks.create_task(self.engine.run(self._on_engine_event), name="engine")
             tasks.create_task(self._watch_device(), name="device")
             tasks.create_task(self._belong(keeper, index), name="lease")
             if self.kv.sender.opens_slowly:
@@ -193,7 +175,7 @@ class Member:
 
     async def _watch_device(self) -> None:
         """Stop the engine, as after a failed step, once a transfer has found that its device is lost."""
-        self.loop.lose(await self.kv.device_lost())
+        self.engine.lose(await self.kv.device_lost())
 
     async def _open_ahead(self, leases: LeaseStore) -> None:
         """Open connections to decode workers before a KV transfer needs them, while this worker computes prompts.
@@ -226,9 +208,9 @@ class Member:
 
     def _publisher_of(self, epoch: int, index: RedisIndex) -> IndexPublisher | None:
         """Return the publisher of an epoch; None: blocks of this model cannot be reused."""
-        if not self.loop.spec.supports_prefix_reuse:
+        if not self.engine.spec.supports_prefix_reuse:
             return None
-        return IndexPublisher(index, self.worker_id, epoch, self.loop.keys)
+        return IndexPublisher(index, self.worker_id, epoch, self.engine.keys)
 
     def _introduced(self, epoch: int, port: int) -> WorkerInfo:
         """Return the member's description, without how its KV is copied."""
@@ -241,26 +223,26 @@ class Member:
             epoch=epoch,
             content_id=self.content_id,
             wire_compat=self.wire_compat,
-            block_size=self.loop.spec.block_size,
-            max_model_len=self.loop.max_model_len,
-            chunk_tokens=self.batch.max_num_batched_tokens,
+            block_size=self.engine.spec.block_size,
+            max_model_len=self.engine.max_model_len,
+            chunk_tokens=self.engine.max_step_tokens,
             version=VERSION,
             known_fields=wire.KNOWN_FIELDS,
-            engine=self.loop.name,
-            sampler=self.loop.sampler,
+            engine=self.engine.name,
+            sampler=self.engine.sampler,
             incarnation=self.incarnation,
-            computes=self._computes,
-            resumes_anywhere=self.loop.spec.resumes_anywhere,
-            max_adapters=self.loop.max_adapters,
-            takes_images=self.loop.takes_images,
-            image_placeholder=self.loop.image_placeholder or 0,
+            computes=self.engine.computes,
+            resumes_anywhere=self.engine.spec.resumes_anywhere,
+            max_adapters=self.engine.max_adapters,
+            takes_images=self.engine.takes_images,
+            image_placeholder=self.engine.image_placeholder or 0,
             files=self.files.digest,
         )
 
     def _described(self) -> WorkerInfo:
         """Return the member's description, including how its KV is copied."""
-        device = self.loop.caches[0].device
-        computes, is_by_torch = self._computes, kernels_of(device) is None
+        device = self.engine.caches[0].device
+        computes, is_by_torch = self.engine.computes, kernels_of(device) is None
         fallbacks = computes.fallbacks
         if is_by_torch and device.type == "cuda":
             reason = why_not_kernels(device) or "its kernels do not run or move other bytes; the worker's log says more"
@@ -281,7 +263,7 @@ class Member:
         return replace(load, number=self._num_loads)
 
     def _measured(self) -> WorkerLoad:
-        load = self.loop.load()
+        load = self.engine.load()
         return WorkerLoad(
             state=self._state,
             running=load.running,
@@ -297,7 +279,7 @@ class Member:
             accepted_tokens=load.accepted_tokens,
             model_drafted_tokens=load.model_drafted_tokens,
             model_accepted_tokens=load.model_accepted_tokens,
-            self_check=self.loop.self_check,
+            self_check=self.engine.self_check,
             transfers=self.kv.counts(),
             connections=self.kv.connections(),
             malformed=self._malformed.total,

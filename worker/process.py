@@ -49,8 +49,8 @@ from decode_worker.service import DecodeService
 from deploy.models import cache_dir
 from deploy.processes import FENCED, tell_parent
 from engine.core.pool_sizes import in_words
-from engine.core.runner import Runner
-from engine.runners import make_runner
+from engine.core.serving import ServingEngine
+from engine.engines import make_engine
 from kvstore.transfer.transport.nccl_log import private_log
 from prefill_worker.service import PrefillService
 from worker.adapters import AdapterChecks
@@ -80,26 +80,25 @@ SERVICE_NAMES = (
 
 @contextlib.asynccontextmanager
 async def running(
-    config: Config, role: Role, worker_id: str, host: str, runner: Runner, *, node: NodeProcess | None = None
+    config: Config, role: Role, worker_id: str, host: str, engine: ServingEngine, *, node: NodeProcess | None = None
 ) -> AsyncGenerator[tuple[WorkerControl, asyncio.Task[None]]]:
     """Context manager: runs a worker that takes traffic. Yields its control, and the task of `Member.joined`.
 
     Args:
         node: see `WorkerLog`.
     """
-    member = Member(role, worker_id, host, config, runner)
+    member = Member(role, worker_id, host, config, engine)
     interceptors = (*member_auth(member.keys, member.incarnation, WORKERS_RULES), *members_only(member.tls))
-    engine = member.context.engine
-    max_bytes = max_message_bytes(runner.max_model_len, takes_images=engine.takes_images)
+    max_bytes = max_message_bytes(engine.max_model_len, takes_images=engine.takes_images)
     rpc = RpcServer(SERVICE_NAMES, interceptors, max_message_bytes=max_bytes, describes_itself=False)
     prefill, decode = PrefillService(member.context), DecodeService(member.context)
     calls = CallServicer(
         prefill=prefill.prefill,
         decode=decode.decode,
         fetch=decode.fetch,
-        checks=AdapterChecks(member.loop.check_adapter if member.loop.max_adapters else None),
+        checks=AdapterChecks(engine.check_adapter if engine.max_adapters else None),
         look=engine.look if engine.takes_images else None,
-        max_model_len=runner.max_model_len,
+        max_model_len=engine.max_model_len,
     )
     control = WorkerControl(member, calls)
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(calls, rpc.server)
@@ -110,32 +109,8 @@ async def running(
     port = rpc.bind(host, 0, member.tls)
     async with member.joined(rpc, port) as ended:
         logger.info("%s joins at %s, as a %s worker of release %s", worker_id, member.info.address, role, VERSION)
-        logger.info("each rank has %s", in_words(runner.spec, runner.num_blocks))
+        logger.info("each rank has %s", in_words(engine.spec, engine.num_blocks))
         yield control, ended
-
-
-def build_runner(config: Config) -> Runner:
-    """Build the runner that `engine.runner` names, or the arithmetic one of tests. Takes seconds.
-
-    Raises:
-        ModelLoadError, ConfigError: it cannot run as configured, or does not support a setting that is set.
-    """
-    if config.testing.arithmetic:
-        from engine.testing import arithmetic_runner
-
-        return arithmetic_runner(config.model, config.engine, config.testing)
-    aside = config.transfer.gpu_bytes(config.engine.tensor_parallel)
-    return make_runner(config.model, config.engine, cache_dir(config.cluster), aside)
-
-
-def _config_of(config: Config) -> Config:
-    """Return a worker's configuration, without the draft model if speculation is off.
-
-    The draft model is kept for both roles, because the worker's role may change.
-    """
-    if config.engine.speculation != "off":
-        return config
-    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, draft_model=""))
 
 
 def require_clusters_keys(config: Config, host: str, fingerprint: str) -> None:
@@ -159,7 +134,7 @@ async def serve(
     ready_fd: int | None = None,
     fingerprint: str = "",
     node: NodeProcess | None = None,
-    build: Callable[[Config], Runner] = build_runner,
+    make: Callable[[Config, Path], ServingEngine] = make_engine,
 ) -> None:
     """Serve until SIGTERM, then drain.
 
@@ -180,12 +155,12 @@ async def serve(
                 require_clusters_keys(config, host, fingerprint)
                 tls = member_tls(config.cluster)
                 tracer = tracing.configure(f"baton-{role}", worker_id, config.telemetry, tls)
-                runner = await asyncio.to_thread(build, _config_of(config))
-                stack.callback(runner.close)
+                engine = await asyncio.to_thread(make, config, cache_dir(config.cluster))
+                stack.callback(engine.close)
                 stack.push(_end_if_lost)
                 garbage.keep_what_is_loaded()
                 control, ended = await stack.enter_async_context(
-                    running(config, role, worker_id, host, runner, node=node)
+                    running(config, role, worker_id, host, engine, node=node)
                 )
                 # Not earlier, however long Redis is away: until there is work to drain, the signal may end the process
                 # at once.

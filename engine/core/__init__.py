@@ -23,4 +23,5 @@ __all__ = [
     "scheduler",
     "sequence",
     "serving",
+    "step_threads",
 ]

@@ -10,12 +10,11 @@ import time
 import traceback
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from baton.adapters import AdapterFacts
-from baton.costs import StepCosts, StepSize
+from baton.cluster import Computes
 from baton.errors import BatonError, DeviceLost, InvalidRequest, LostInStep, Overloaded, WorkerFailed, in_one_line
 from baton.hypotheses import Hypotheses
 from baton.messages import SeenImage, SequenceSpec
@@ -34,20 +33,19 @@ from engine.core.outputs import (
     Output,
     Pin,
     Refused,
+    ignore_event,
 )
 from engine.core.runner import (
     BlockTables,
     Fence,
     KVSpec,
-    LaunchedStep,
     OnLayerDone,
-    Runner,
     StepInput,
-    StepOutput,
     StepPart,
     ignore_layer,
 )
 from engine.core.sequence import Purpose, Sequence, Status
+from engine.core.step_threads import FORGETTING, RunningStep, StepThreads
 
 logger = logging.getLogger(__name__)
 LEAST_LEAD_S = 0.001
@@ -58,21 +56,13 @@ MAX_LOOKING = 128
 """Limit on images that wait to be decoded, one at a time; one cache scope may have half of it."""
 MARGIN = 2.0
 """Factor on the recent time of planning and launching that gives the lead for the next step."""
-FORGETTING = 0.8
-"""Weight of a launch after the next one."""
-HUNG = 20.0
-"""Factor over its expected time after which a step counts as hung, if that is longer than `step_timeout_s`."""
-LIMIT_PARTS = 8
-"""Number of parts into which a limit is divided. If the process was stopped (SIGSTOP, a sleeping machine), at most one
-part passes: the step was stopped as well."""
 
 
 class EngineLoop:
     """Baton's engine as a `serving.ServingEngine`: owns the step threads and every sequence's output queue.
 
-    `on_event` is called between two steps with the keys that were cached and evicted, in order, and always before a
-    step or a transfer can overwrite an evicted block. No step waits until other workers know of an eviction: a worker
-    that is asked for an evicted prefix finds nothing in its own table.
+    No step waits until other workers know of an eviction: a worker that is asked for an evicted prefix finds nothing in
+    its own table.
 
     With `plans_ahead` a step is planned shortly before the step before it ends, if possible (`can_plan_ahead`). A
     sequence that arrives before that moment joins the step as usual; a later one waits for one more step. If a step
@@ -83,7 +73,6 @@ class EngineLoop:
         self,
         engine: Engine,
         max_waiting: int,
-        on_event: OnEngineEvent = lambda event: None,
         *,
         plans_ahead: bool = False,
         step_timeout_s: float = 60.0,
@@ -92,7 +81,8 @@ class EngineLoop:
         self.self_check = "ok"
         self._max_waiting = max_waiting
         self._step_timeout_s = step_timeout_s
-        self._on_event = on_event
+        self._on_event: OnEngineEvent = ignore_event
+        """Set while it runs."""
         self._plans_ahead = plans_ahead
         self._plan_s = 0.0
         """Recent duration of planning a step ahead, in seconds."""
@@ -121,8 +111,16 @@ class EngineLoop:
         return self.engine.runner.sampler
 
     @property
+    def computes(self) -> Computes:
+        return replace(self.engine.runner.computes, plans_ahead=self._plans_ahead)
+
+    @property
     def spec(self) -> KVSpec:
         return self.engine.runner.spec
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        return self.engine.runner.num_blocks
 
     @property
     def caches(self) -> SequenceOf[Any]:
@@ -135,6 +133,10 @@ class EngineLoop:
     @property
     def max_model_len(self) -> int:
         return self.engine.runner.max_model_len
+
+    @property
+    def max_step_tokens(self) -> int:
+        return self.engine.scheduler.limits.max_num_batched_tokens
 
     @property
     def max_adapters(self) -> int:
@@ -307,10 +309,11 @@ class EngineLoop:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
+    async def run(self, on_event: OnEngineEvent = ignore_event) -> None:
         """See `ServingEngine.run`. Waits for a step in progress, so that no thread outlives this call, unless it
         hangs.
         """
+        self._on_event = on_event
         threads = StepThreads(self.engine.runner, self._step_timeout_s, plans_ahead=self._plans_ahead)
         try:
             await self._steps(threads)
@@ -427,6 +430,10 @@ class EngineLoop:
             queue.put_nowait(in_step if key in suspects else self._lost)
         self._adapters.hand_back(self._lost)
         raise self._lost from (reason if isinstance(reason, Exception) else None)
+
+    def close(self) -> None:
+        """See `ServingEngine.close`."""
+        self.engine.runner.close()
 
     def _layer_reporter(self, step: StepInput) -> OnLayerDone:
         if not any(self._may_be_watched(part.sequence_key) for part in step.parts):
@@ -562,135 +569,3 @@ def _encoder_error(error: Exception) -> BatonError:
         case Fault.DEVICE_LOST:
             return DeviceLost(f"the device of the engine has failed: {in_one_line(error)}")
     return InvalidRequest(f"the model's encoder cannot encode an image of this request: {in_one_line(error)}")
-
-
-@dataclass(slots=True, kw_only=True)
-class RunningStep:
-    """A step that was given to the runner."""
-
-    step: StepInput
-    size: StepSize
-    output: asyncio.Future[StepOutput]
-    began_s: float
-    """Time at which the runner could start it, on the monotonic clock: it had the step, and had ended the one
-    before."""
-    launched: Future[Any]
-    """Done when the thread can take the next step."""
-    expected_s: float
-    """Expected duration, from the steps so far."""
-    limit_s: float
-    """Seconds after which it counts as hung."""
-
-    async def has_ended(self) -> bool:
-        """Wait until the step ends or its time limit has passed. Return whether it has ended."""
-        return await ends_within(self.limit_s, self.output)
-
-
-class StepThreads:
-    """Threads in which one runner executes steps, until `close`: one after the other, in the order of their start.
-
-    On a CPU one thread computes the steps. A step that is started meanwhile waits in that thread and runs as soon as
-    the current one has ended, whatever the event loop does. A device needs its next step before it is idle, while the
-    results of the last step must be waited for; so one thread launches and another one collects.
-
-    A thread that waits for a device cannot be cancelled. So nothing here waits for a thread without a limit. Threads
-    that have not ended in time are left behind, and their process has to end.
-
-    Args:
-        step_timeout_s: minimum time limit of a step.
-        plans_ahead: whether a step may be given to the runner before the one before it ends.
-
-    Attributes:
-        last: the step that was started last; None: there was none.
-    """
-
-    def __init__(self, runner: Runner, step_timeout_s: float, *, plans_ahead: bool) -> None:
-        self._runner = runner
-        self._step_timeout_s = step_timeout_s
-        self._launches = plans_ahead and runner.runs_ahead
-        self._thread = ThreadPoolExecutor(1, "engine")
-        self._collector = ThreadPoolExecutor(1, "engine-collect")
-        self.launch_s = 0.0
-        """Recent time from a step's launch until its device continues by itself, in seconds."""
-        self.last: RunningStep | None = None
-
-    def close(self, *, waits: bool) -> None:
-        """Stop the threads. Wait for them if they have nothing left to do."""
-        for pool in (self._thread, self._collector):
-            pool.shutdown(wait=waits, cancel_futures=True)
-
-    def execute(
-        self, step: StepInput, on_layer_done: OnLayerDone, now: float, costs: StepCosts, before: RunningStep | None
-    ) -> RunningStep:
-        """Start a step, possibly after one that is still running: if that one fails, this one does too.
-
-        Args:
-            costs: step costs as measured so far.
-            before: the last step that was started, if its sampled tokens are not known yet.
-        """
-        after = None if before is None else before.launched
-        launched: Future[Any]
-        if self._launches:
-            launched = launching = self._thread.submit(self._launch, after, step, on_layer_done)
-            output = self._collector.submit(lambda: launching.result().collect())
-        else:
-            launched = output = self._thread.submit(self._execute, after, step, on_layer_done)
-        size = step.size(denoises=self._runner.canvas_length > 0)
-        expected_s = size.expected_s(costs)
-        self.last = RunningStep(
-            step=step,
-            size=size,
-            output=asyncio.wrap_future(output),
-            began_s=now,
-            launched=launched,
-            expected_s=expected_s,
-            limit_s=self._limit_s(step, size, expected_s),
-        )
-        return self.last
-
-    async def have_lost_device(self, error: Exception) -> bool:
-        """Return whether the device cannot compute after a step's error; otherwise free what the step left."""
-        if fault_of(error) is Fault.DEVICE_LOST:
-            return True
-        traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
-        recovering = asyncio.wrap_future(self._thread.submit(self._runner.recover))
-        if not await ends_within(self._step_timeout_s, recovering):
-            logger.error("the device has not responded for %g s after a failed step", self._step_timeout_s)
-            return True
-        if (refusal := recovering.exception()) is not None:
-            logger.error("the device does not respond after a failed step", exc_info=refusal)
-        return refusal is not None
-
-    def _limit_s(self, step: StepInput, size: StepSize, expected_s: float) -> float:
-        """Return the time limit of a step.
-
-        Before the first steps of a kind have ended, it is based on the runner's trial step: a large model on a few CPUs
-        takes minutes for a prompt.
-        """
-        num_tokens = size.num_new + size.num_drafts
-        if self._runner.canvas_length:
-            num_tokens += self._runner.canvas_length * sum(part.sample for part in step.parts)
-        tried_s = self._runner.token_s * num_tokens
-        return max(self._step_timeout_s, HUNG * max(tried_s, expected_s))
-
-    def _execute(self, after: Future[Any] | None, step: StepInput, on_layer_done: OnLayerDone) -> StepOutput:
-        if after is not None:
-            after.result()
-        return self._runner.execute(step, on_layer_done)
-
-    def _launch(self, after: Future[Any] | None, step: StepInput, on_layer_done: OnLayerDone) -> LaunchedStep:
-        if after is not None:
-            after.result()
-        began_s = time.monotonic()
-        launched = self._runner.launch(step, on_layer_done)
-        self.launch_s = FORGETTING * self.launch_s + (1 - FORGETTING) * (time.monotonic() - began_s)
-        return launched
-
-
-async def ends_within(limit_s: float, *futures: asyncio.Future[Any]) -> bool:
-    """Wait until futures are done, for at most `limit_s`. Return whether they are."""
-    for _ in range(LIMIT_PARTS):
-        _, left = await asyncio.wait(futures, timeout=limit_s / LIMIT_PARTS)
-        if not left:
-            return True
-    return False

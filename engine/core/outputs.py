@@ -147,3 +147,7 @@ class Idle:
 EngineEvent = BlockChange | Idle
 OnEngineEvent = Callable[[EngineEvent], None]
 """Called on the event loop, between two steps."""
+
+
+def ignore_event(event: EngineEvent) -> None:
+    """Do nothing: the `OnEngineEvent` of those who need no events."""

@@ -12,10 +12,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, NoReturn, Protocol
 
 from baton.adapters import AdapterFacts
+from baton.cluster import Computes
 from baton.errors import BatonError
 from baton.hypotheses import Hypotheses
 from baton.messages import SeenImage, SequenceSpec
-from engine.core.outputs import EngineLoad, OnProgress, Output, Pin
+from engine.core.outputs import EngineLoad, OnEngineEvent, OnProgress, Output, Pin, ignore_event
 from engine.core.runner import KVSpec
 from engine.core.sequence import Purpose
 
@@ -89,8 +90,18 @@ class ServingEngine(Protocol):
         ...
 
     @property
+    def computes(self) -> Computes:
+        """Hardware and implementations that it computes with, except for those that copy KV."""
+        ...
+
+    @property
     def spec(self) -> KVSpec:
         """Shape of each rank's KV cache."""
+        ...
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Number of KV blocks of each layer group."""
         ...
 
     @property
@@ -106,6 +117,11 @@ class ServingEngine(Protocol):
     @property
     def max_model_len(self) -> int:
         """Longest sequence, in tokens."""
+        ...
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Maximum number of tokens that one step computes."""
         ...
 
     @property
@@ -214,8 +230,12 @@ class ServingEngine(Protocol):
         """Return the engine's current load."""
         ...
 
-    async def run(self) -> None:
+    async def run(self, on_event: OnEngineEvent = ignore_event) -> None:
         """Execute steps until cancelled. A step that hangs is not waited for without a limit.
+
+        Args:
+            on_event: is called between two steps with the keys that were cached and evicted, in order, and always
+                before a step or a transfer can overwrite an evicted block.
 
         Raises:
             DeviceLost: the device cannot compute any more. All sequences have received this error, and new ones receive
@@ -231,4 +251,8 @@ class ServingEngine(Protocol):
         Raises:
             DeviceLost: always.
         """
+        ...
+
+    def close(self) -> None:
+        """Free the device and end the engine's processes. Called once, after `run` has ended."""
         ...

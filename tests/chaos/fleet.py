@@ -54,7 +54,9 @@ from baton.v1 import worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
 from deploy.processes import FENCED, tied
+from engine.core.loop import EngineLoop
 from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
+from engine.engines import engine_over
 from engine.testing import ArithmeticRunner, image_placeholder_of
 from tests.integration.cluster import Served, free_port
 from tests.support.asking import exposition
@@ -421,7 +423,7 @@ def _announce_other_port(announced: int, listens: int) -> None:
 async def _serve(role: Role, worker_id: str, config: Config, progress: Progress) -> None:
     torch.set_num_threads(1)
 
-    def build(config: Config) -> NotingRunner:
+    def make(config: Config, cache: Path) -> EngineLoop:
         runner = NotingRunner(
             config.engine.num_blocks,
             max_num_seqs=config.engine.batch(on_gpu=False).max_num_seqs,
@@ -433,6 +435,6 @@ async def _serve(role: Role, worker_id: str, config: Config, progress: Progress)
             image_placeholder=image_placeholder_of(Path(config.model.path)),
         )
         runner.progress = progress
-        return runner
+        return engine_over(runner, config.engine)
 
-    await serve(config, role, worker_id, "127.0.0.1", build=build)
+    await serve(config, role, worker_id, "127.0.0.1", make=make)

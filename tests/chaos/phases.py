@@ -24,6 +24,7 @@ from baton.errors import NoWorker
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.sequence import Sequence, Status
+from engine.engines import engine_over
 from engine.testing import ArithmeticRunner
 from tests.chaos import asks
 from tests.chaos.fleet import NUM_LAYERS, START_TIMEOUT_S, Fleet, running_fleet
@@ -229,7 +230,7 @@ async def cancel_bench(fleet: Fleet) -> AsyncGenerator[CancelBench]:
                 NUM_BLOCKS[role], max_num_seqs=1, num_layers=NUM_LAYERS, layer_s=STEP_S / NUM_LAYERS
             )
             config = replace(fleet.config, engine=EngineConfig(num_blocks=NUM_BLOCKS[role], max_num_seqs=1))
-            worker = running(config, role, f"worker-{number}", "127.0.0.1", runner)
+            worker = running(config, role, f"worker-{number}", "127.0.0.1", engine_over(runner, config.engine))
             control, _ = await stack.enter_async_context(worker)
             members[role] = control.member
         await asyncio.to_thread(  # the workers live on this loop

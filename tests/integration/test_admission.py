@@ -25,6 +25,7 @@ import uvloop
 from baton.cluster import Role
 from baton.config import Config, RouterConfig, SloClassConfig, TransferConfig
 from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
+from engine.engines import engine_over
 from engine.testing import ArithmeticRunner, expected_tokens
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.test_explain import explain
@@ -66,7 +67,7 @@ async def _serve(role: Role, worker_id: str, config: Config) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     runner = SlowRunner(config.engine.num_blocks, max_num_seqs=config.engine.batch(on_gpu=False).max_num_seqs)
-    async with running(config, role, worker_id, "127.0.0.1", runner) as (_, ended):
+    async with running(config, role, worker_id, "127.0.0.1", engine_over(runner, config.engine)) as (_, ended):
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():

@@ -62,6 +62,7 @@ from baton.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from engine.core.outputs import Reserved
 from engine.core.sequence import Purpose
+from engine.engines import engine_over
 from engine.testing import ArithmeticRunner, expected_tokens
 from kvstore.transfer.connection.reservations import Expected
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
@@ -192,7 +193,9 @@ async def started(redis_url: str) -> AsyncIterator[Cluster]:
         members = {}
         for number, role in enumerate(Role):
             runner = ArithmeticRunner(NUM_BLOCKS, max_model_len=MAX_MODEL_LEN, max_num_seqs=32)
-            control, _ = await stack.enter_async_context(running(config, role, f"worker-{number}", HOST, runner))
+            control, _ = await stack.enter_async_context(
+                running(config, role, f"worker-{number}", HOST, engine_over(runner, config.engine))
+            )
             members[role] = control.member
         stack.push_async_callback(calls.close)
         yield Cluster(members[Role.PREFILL], members[Role.DECODE], calls)
@@ -348,7 +351,7 @@ async def reserved(cluster: Cluster, spec: SequenceSpec) -> AsyncIterator[tuple[
 async def reserved_for_a_prefix(cluster: Cluster, spec: SequenceSpec) -> AsyncIterator[Ticket]:
     """As a worker does it that pulls what the prefill worker holds."""
     alone = cluster.calls.decode(at(cluster.prefill), spec, await_kv=False, trace=Context())
-    async with alone, cluster.decode.loop.sequence(spec.prefix(len(spec.token_ids)), Purpose.RECEIVE) as handle:
+    async with alone, cluster.decode.engine.sequence(spec.prefix(len(spec.token_ids)), Purpose.RECEIVE) as handle:
         await alone.read()
         output = await handle.next()
         assert isinstance(output, Reserved)

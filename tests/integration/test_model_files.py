@@ -16,13 +16,14 @@ from baton.rpc.member_auth import MemberLink
 from baton.rpc.model_files import FileSource, read_model_files
 from baton.trust import Principal
 from deploy.embedded_redis import EmbeddedRedis
+from engine.engines import make_engine
 from kvstore.index import RedisConnection
 from kvstore.leases import RedisLeases
 from router.models.files import ModelFileCache
 from router.prompt import Tokenizer
 from tests.support.members import keys_of, secret_file
 from tests.support.model_folders import TEMPLATE, backend, write
-from worker.process import build_runner, running
+from worker.process import running
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def config(redis_url: str, tmp_path: Path) -> Config:
 @contextlib.asynccontextmanager
 async def worker(config: Config) -> AsyncIterator[WorkerInfo]:
     """A running worker, as its lease describes it to a router."""
-    async with running(config, Role.DECODE, "worker-0", "127.0.0.1", build_runner(config)) as (control, _):
+    async with running(config, Role.DECODE, "worker-0", "127.0.0.1", make_engine(config, Path())) as (control, _):
         member = control.member
         leases = RedisLeases(RedisConnection(config.index.redis_url), member.content_id, keys=keys_of(Principal.ROUTER))
         try:

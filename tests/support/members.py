@@ -60,8 +60,8 @@ class Proving(grpc.UnaryUnaryClientInterceptor):
 
 def engine_of(member: Member) -> Engine:
     """The engine of a member, which lies behind what a member itself sees."""
-    assert isinstance(member.loop, EngineLoop)
-    return member.loop.engine
+    assert isinstance(member.engine, EngineLoop)
+    return member.engine.engine
 
 
 def leased(redis_url: str, content_id: str, worker_id: str) -> WorkerInfo:

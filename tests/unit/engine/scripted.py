@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NoReturn
 
 from baton.blocks import num_blocks_for
-from baton.cluster import BlockCounts
+from baton.cluster import BlockCounts, Computes
 from baton.config import OWN_SETTINGS
 from baton.costs import PRIOR
-from baton.errors import BatonError, DeviceLost, Unsupported
+from baton.errors import BatonError, DeviceLost, InvalidRequest, Unsupported
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
 from baton.messages import PrefillReport, SeenImage, SequenceSpec
 from baton.sampling import FinishReason
@@ -30,12 +30,15 @@ from engine.core.outputs import (
     Admitted,
     EngineLoad,
     Generated,
+    Idle,
     KvProgress,
+    OnEngineEvent,
     OnProgress,
     Output,
     Pin,
     Preempted,
     Reserved,
+    ignore_event,
 )
 from engine.core.runner import BlockTables, KVSpec, StepInput, StepPart
 from engine.core.sequence import Purpose
@@ -96,10 +99,15 @@ class ScriptedEngine:
         self._draws_with_prompt = draws_with_prompt
         self._computes_last_token = computes_last_token
         self._pins: dict[int, ScriptedSequence] = {}
+        self._running: set[ScriptedSequence] = set()
+        self._lost: DeviceLost | None = None
+        self._has_ended: asyncio.Event = asyncio.Event()
+        self._on_event: OnEngineEvent = ignore_event
+        self._num_computed = 0
         self.fences: list[LateFence] = []
         self.num_preemptions = 0
         self.self_check = "ok"
-        self.num_blocks = self.num_free
+        self.num_at_first = self.num_free
 
     @property
     def sampler(self) -> str:
@@ -120,8 +128,16 @@ class ScriptedEngine:
         await self.look(images, cache_seed)
 
     @property
+    def computes(self) -> Computes:
+        return self._runner.computes
+
+    @property
     def spec(self) -> KVSpec:
         return self._runner.spec
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        return self._runner.num_blocks
 
     @property
     def caches(self) -> Sequence[Any]:
@@ -143,17 +159,28 @@ class ScriptedEngine:
     async def sequence(
         self, spec: SequenceSpec, purpose: Purpose, arrived_s: float | None = None
     ) -> AsyncIterator[ScriptedSequence]:
+        if self._lost is not None:
+            raise self._lost
+        if not 0 < len(spec.token_ids) < self.max_model_len:
+            raise InvalidRequest(f"{len(spec.token_ids)} tokens do not fit")
+        if not all(0 <= token < self.vocab_size for token in spec.token_ids):
+            raise InvalidRequest("a token id is outside the model's vocabulary")
         sequence = ScriptedSequence(self, spec, purpose, next(self._keys))
+        self._running.add(sequence)
         task = asyncio.create_task(sequence.run())
         try:
             yield sequence
         finally:
             await cancel_and_wait((task,))
+            self._running.discard(sequence)
             sequence.has_left = True
             self.give_back(sequence)
+            if not self._running:
+                self._on_event(Idle())
             assert task.cancelled() or task.exception() is None, task
 
     max_adapters = 0
+    max_step_tokens = PART_TOKENS
 
     async def check_adapter(self, path: str) -> NoReturn:
         raise Unsupported("this engine holds no adapters")
@@ -195,26 +222,37 @@ class ScriptedEngine:
 
     def load(self) -> EngineLoad:
         return EngineLoad(
-            running=0,
+            running=len(self._running),
             waiting=0,
             queued_tokens=0,
-            blocks=BlockCounts(self.num_blocks, self.num_free, 0, self.num_blocks - self.num_free),
+            blocks=BlockCounts(self.num_at_first, self.num_free, 0, self.num_at_first - self.num_free),
             preemptions=self.num_preemptions,
             costs=PRIOR,
             busy_s=0.0,
-            computed_tokens=0,
+            computed_tokens=self._num_computed,
         )
 
     def lose(self, reason: str) -> NoReturn:
-        raise DeviceLost(reason)
+        self._lost = DeviceLost(reason)
+        for sequence in self._running:
+            sequence.fail(self._lost)
+        self._has_ended.set()
+        raise self._lost
 
-    async def run(self) -> None:
-        await asyncio.Event().wait()
+    async def run(self, on_event: OnEngineEvent = ignore_event) -> None:
+        self._on_event = on_event
+        await self._has_ended.wait()
+        if self._lost is not None:
+            raise self._lost
+
+    def close(self) -> None:
+        self._runner.close()
 
     def take(self, group: int) -> int:
         return self._free[group].pop()
 
     def compute(self, step: StepInput) -> tuple[int, ...]:
+        self._num_computed += sum(len(part.token_ids) for part in step.parts)
         return self._runner.execute(step).sampled_token_ids[0]
 
 
@@ -231,7 +269,7 @@ class ScriptedSequence:
         self._key = key
         self._tokens = list(spec.token_ids)
         self._num_computed = 0
-        self._queue: asyncio.Queue[Output] = asyncio.Queue()
+        self._queue: asyncio.Queue[Output | BatonError] = asyncio.Queue()
         self._watchers: list[OnProgress] = []
         self._inserted: asyncio.Future[tuple[int | None, int | None]] = asyncio.get_running_loop().create_future()
         self._arrived_s = time.monotonic()
@@ -239,7 +277,10 @@ class ScriptedSequence:
     # -- the face ------------------------------------------------------------------------------------------------------
 
     async def next(self) -> Output:
-        return await self._queue.get()
+        output = await self._queue.get()
+        if isinstance(output, BatonError):
+            raise output
+        return output
 
     def take_ready(self) -> list[Output]:
         return []
@@ -251,6 +292,9 @@ class ScriptedSequence:
     def watch(self, on_progress: OnProgress) -> None:
         on_progress(KvProgress(self._num_computed, self._engine.spec.num_layers, None, self.tables))
         self._watchers.append(on_progress)
+
+    def fail(self, error: BatonError) -> None:
+        self._queue.put_nowait(error)
 
     def insert(self, first_token: int | None, num_tokens: int | None = None) -> None:
         self._inserted.set_result((first_token, num_tokens))
@@ -290,7 +334,7 @@ class ScriptedSequence:
                 await self._preempt()
             burst: list[int] = []
             for _ in range(BURSTS[turn % len(BURSTS)]):
-                if len(self._tokens) - self._spec.num_prompt_tokens < self._spec.max_tokens:
+                if self._finish_reason() is None:
                     burst.append(self._sample())
                     self._tokens.append(burst[-1])
             if self._put(tuple(burst), report):
@@ -299,10 +343,15 @@ class ScriptedSequence:
             await asyncio.sleep(0.001)
 
     def _put(self, token_ids: tuple[int, ...], report: PrefillReport | None) -> bool:
-        is_over = len(self._tokens) - self._spec.num_prompt_tokens >= self._spec.max_tokens
-        reason = FinishReason.LENGTH if is_over else None
+        reason = self._finish_reason()
         self._queue.put_nowait(Generated(self._key, token_ids, reason, NO_SCORES, report if token_ids else None))
-        return is_over
+        return reason is not None
+
+    def _finish_reason(self) -> FinishReason | None:
+        num_generated = len(self._tokens) - self._spec.num_prompt_tokens
+        if num_generated and self._tokens[-1] in self._spec.sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_generated >= self._spec.max_tokens else None
 
     async def _preempt(self) -> None:
         """Loses its blocks and computes everything again in others."""

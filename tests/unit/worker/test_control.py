@@ -33,7 +33,7 @@ class State:
     worker_id: str = "decode-0"
     role: Role = Role.DECODE
     state: WorkerState = WorkerState.READY
-    loop: Any = None
+    engine: Any = None
 
     def become(self, state: WorkerState, role: Role | None = None) -> None:
         self.state, self.role = state, role or self.role
@@ -64,7 +64,7 @@ async def test_a_call_that_comes_as_the_last_one_ends_keeps_nobody_in_its_role(n
     async def write(frame: worker_pb2.ServeResponse) -> None:
         return None
 
-    member = State(loop=SimpleNamespace(hand_back=lambda reason: None, hypotheses=lambda spec: NO_HYPOTHESES))
+    member = State(engine=SimpleNamespace(hand_back=lambda reason: None, hypotheses=lambda spec: NO_HYPOTHESES))
     calls = CallServicer(decode=decode)
     control = WorkerControl(cast("Member", member), calls)
     stream = asyncio.create_task(calls.Serve(commands(), cast("Any", SimpleNamespace(write=write))))
@@ -112,7 +112,7 @@ async def test_the_state_of_a_search_goes_with_the_order_to_move_unless_it_is_to
 
     if not is_small:
         monkeypatch.setattr("baton.wire.worker.MAX_HYPOTHESES_BYTES", 40)
-    member = State(loop=SimpleNamespace(hand_back=lambda reason: None, hypotheses=hypotheses))
+    member = State(engine=SimpleNamespace(hand_back=lambda reason: None, hypotheses=hypotheses))
     calls = CallServicer(decode=decode)
     stream = asyncio.create_task(calls.Serve(commands(), cast("Any", SimpleNamespace(write=write))))
     try:
@@ -192,7 +192,7 @@ def call(call_id: int) -> worker_pb2.ServeRequest:
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 1e300])
 async def test_a_time_that_no_timer_takes_is_refused_and_the_worker_stays(timeout_s: float) -> None:
     """NaN would leave the event loop's timers without an order."""
-    member = State(loop=SimpleNamespace(hand_back=lambda reason: None, hypotheses=lambda spec: NO_HYPOTHESES))
+    member = State(engine=SimpleNamespace(hand_back=lambda reason: None, hypotheses=lambda spec: NO_HYPOTHESES))
     control = WorkerControl(cast("Member", member), CallServicer())
     context = cast("Any", None)
     with pytest.raises(InvalidRequest, match="timeout_s must be 0 to 604800"):

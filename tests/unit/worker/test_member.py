@@ -20,8 +20,9 @@ from baton.messages import DecodeRequest
 from baton.rpc import RpcServer
 from baton.tasks import cancel_and_wait
 from decode_worker.service import DecodeService
-from engine.core.runner import KVSpec, LayerGroup, StateSpec
+from engine.core.runner import KVSpec, LayerGroup, Runner, StateSpec
 from engine.core.sequence import Purpose
+from engine.engines import engine_over
 from engine.testing import ArithmeticRunner
 from kvstore.index.memory import MemoryStore
 from kvstore.leases import MemoryLeases, codec
@@ -34,9 +35,13 @@ from worker.member import Member, wire_compat
 pytestmark = pytest.mark.asyncio
 
 
+def member_of(config: Config, runner: Runner, role: Role = Role.DECODE) -> Member:
+    return Member(role, f"{role}-0", "127.0.0.1", config, engine_over(runner, config.engine))
+
+
 async def test_the_handlers_take_no_new_work_while_the_worker_drains() -> None:
     config = Config(transfer=TransferConfig(transports=("tcp",)))
-    member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
+    member = member_of(config, ArithmeticRunner(8, 16))
     try:
         assert not member.context.is_draining
         member.become(WorkerState.DRAINING)
@@ -77,7 +82,7 @@ async def test_a_lease_says_whether_a_sequence_can_continue_after_any_block(
     kind: dict[str, Any], anywhere: bool
 ) -> None:
     config = Config(transfer=TransferConfig(transports=("tcp",)))
-    member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(64, 16, **kind))
+    member = member_of(config, ArithmeticRunner(64, 16, **kind))
     try:
         info = member._introduced(1, 7001)
         leased = codec.decode_info(codec.encode(info).encode())
@@ -88,7 +93,7 @@ async def test_a_lease_says_whether_a_sequence_can_continue_after_any_block(
 
 async def test_reports_of_a_load_are_numbered_by_its_changes() -> None:
     config = Config(transfer=TransferConfig(transports=("tcp",)))
-    member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(64, 16))
+    member = member_of(config, ArithmeticRunner(64, 16))
     try:
         first = member._load()
         assert first.number > 0, "0 stands for a release that does not count"
@@ -104,7 +109,7 @@ async def test_workers_share_no_kv_unless_they_compute_the_same() -> None:
     async def identities(model: ModelConfig, *, batch_invariant: bool = False) -> tuple[str, str]:
         engine = EngineConfig(batch_invariant=batch_invariant)
         config = Config(model=model, engine=engine, transfer=TransferConfig(transports=("tcp",)))
-        member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
+        member = member_of(config, ArithmeticRunner(8, 16))
         await member.kv.close()
         return member.content_id, member.wire_compat
 
@@ -120,13 +125,8 @@ async def test_a_device_that_is_lost_in_a_transfer_alone_ends_the_worker(monkeyp
     losses = DeviceLosses()
     monkeypatch.setattr("kvstore.transfer.endpoint.LOSSES", losses)
     monkeypatch.setattr("kvstore.transfer.endpoint.POLL_S", 0.01)
-    member = Member(
-        Role.DECODE,
-        "decode-0",
-        "127.0.0.1",
-        Config(transfer=TransferConfig(transports=("tcp",))),
-        ArithmeticRunner(8, 16),
-    )
+    config = Config(transfer=TransferConfig(transports=("tcp",)))
+    member = member_of(config, ArithmeticRunner(8, 16))
 
     async def belong(*_: object) -> None:
         await asyncio.Event().wait()
@@ -135,7 +135,7 @@ async def test_a_device_that_is_lost_in_a_transfer_alone_ends_the_worker(monkeyp
     leases: Any = None
     running = asyncio.create_task(member._run(leases, leases, leases, RpcServer(())))
     try:
-        async with member.loop.sequence(make_spec([1, 2, 3]), Purpose.RECEIVE) as waits:
+        async with member.engine.sequence(make_spec([1, 2, 3]), Purpose.RECEIVE) as waits:
             await waits.next()  # its blocks
             done, _ = await asyncio.wait([running], timeout=0.1)
             assert not done
@@ -155,7 +155,7 @@ async def test_what_copies_kv_is_chosen_before_a_worker_is_ready(monkeypatch: py
     chosen = dict[torch.device, Any]()
     monkeypatch.setattr("kvstore.transfer.copy.kernel_choice.CHOSEN", chosen)
     config = Config(transfer=TransferConfig(transports=("tcp",)))
-    member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
+    member = member_of(config, ArithmeticRunner(8, 16))
     try:
         assert member.state is WorkerState.STARTING
         assert chosen == {torch.device("cpu"): None}
@@ -166,7 +166,7 @@ async def test_what_copies_kv_is_chosen_before_a_worker_is_ready(monkeypatch: py
 async def test_a_worker_says_what_copies_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = ArithmeticRunner(8, 16)
     config = Config(transfer=TransferConfig(transports=("tcp",)), engine=EngineConfig(plan_ahead=True))
-    member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, runner)
+    member = member_of(config, runner)
     member._info = worker_info("decode-0", Role.DECODE)
     cpu, gpu, chosen = torch.device("cpu"), torch.device("cuda", 0), dict[torch.device, Any]()
     monkeypatch.setattr("kvstore.transfer.copy.kernel_choice.CHOSEN", chosen)
@@ -190,7 +190,7 @@ async def test_a_worker_counts_its_rows_of_states() -> None:
     config = Config(transfer=TransferConfig(transports=("tcp",)))
     for with_state, expected in ((True, BlockCounts(8, free=8)), (False, BlockCounts())):
         runner = ArithmeticRunner(8, 16, max_num_seqs=2, with_state=with_state)
-        member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, runner)
+        member = member_of(config, runner)
         try:
             assert member._load().state_rows == expected
         finally:
@@ -201,7 +201,7 @@ async def test_connections_are_opened_ahead_by_prefill_workers_that_stay(monkeyp
     """From the view of the cluster as it is at each opening, and in no role or state but these."""
     monkeypatch.setattr("worker.member.LOOK_AROUND_S", 0.01)
     config = Config(transfer=TransferConfig(transports=("tcp",)))
-    member = Member(Role.PREFILL, "prefill-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
+    member = member_of(config, ArithmeticRunner(8, 16), Role.PREFILL)
     member._info = worker_info("prefill-0", Role.PREFILL)
     leases, views = MemoryLeases(MemoryStore()), asyncio.Queue[list[str]]()
 

@@ -25,13 +25,16 @@ from baton.config import (
     ModelConfig,
     TestingConfig,
 )
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, ModelLoadError
 from baton.trust import KeyFile, Principal, draw_secret, write_private
-from engine.core.runner import Runner
+from engine.core.loop import EngineLoop
+from engine.core.serving import ServingEngine
+from engine.engines import make_engine
 from engine.testing import ArithmeticRunner
 from tests.unit.engine.scripted import ScriptedEngine
+from tests.unit.kvstore.transfer.peers import make_spec
 from worker.log import NodeProcess
-from worker.process import build_runner, main, serve
+from worker.process import main, serve
 
 ARITHMETIC = TestingConfig(arithmetic=True)
 
@@ -51,25 +54,29 @@ ARITHMETIC = TestingConfig(arithmetic=True)
     ],
     ids=str,
 )
-def test_what_the_engine_does_not_know_is_refused_by_name_at_start(settings: dict[str, Any], sentence: str) -> None:
+def test_what_the_engine_does_not_know_is_refused_by_name_at_start(
+    settings: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
     """Before anything is loaded: there is no model here."""
     with pytest.raises(ConfigError, match=f"^{sentence}$"):
-        build_runner(Config(engine=EngineConfig(**settings), testing=ARITHMETIC))
+        make_engine(Config(engine=EngineConfig(**settings), testing=ARITHMETIC), tmp_path)
 
 
-def test_what_the_engine_knows_is_heeded() -> None:
+def test_what_the_engine_knows_is_heeded(tmp_path: Path) -> None:
     engine = EngineConfig(block_size=32, num_blocks=8, max_waiting=3, num_threads=2, memory_share=0.5, kv_cache_gib=0)
     testing = replace(ARITHMETIC, step_ms=6.0, token_ms=2.0)
-    runner = build_runner(Config(engine=engine, testing=testing))
+    made = make_engine(Config(engine=engine, testing=testing), tmp_path)
+    assert (made.spec.block_size, made.num_blocks, made.max_waiting(make_spec([1]))) == (32, (8,), 3)
+    assert isinstance(made, EngineLoop)
+    runner = made.engine.runner
     assert isinstance(runner, ArithmeticRunner)
-    assert (runner.spec.block_size, runner.num_blocks) == (32, (8,))
     assert (runner.layer_s, runner.token_s) == (0.003, 0.002)
 
 
-def test_weights_that_a_runner_does_not_make_are_refused_by_name() -> None:
+def test_weights_that_a_runner_does_not_make_are_refused_by_name(tmp_path: Path) -> None:
     config = Config(model=ModelConfig(weights="int8g"), testing=ARITHMETIC)
     with pytest.raises(ConfigError, match=r"model\.weights int8g needs the native step: testing\.arithmetic is set"):
-        build_runner(config)
+        make_engine(config, tmp_path)
 
 
 OTHER_VALUES = {
@@ -151,31 +158,23 @@ def test_nccl_logs_into_a_folder_of_the_worker_that_goes_with_it(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("role", "speculation", "is_loaded"),
-    [(Role.DECODE, "ngram", True), (Role.DECODE, "off", False), (Role.PREFILL, "ngram", True)],
+    ("speculation", "sentence"), [("ngram", "names a folder that does not exist: /drafts"), ("off", "/no-model")]
 )
-async def test_a_draft_model_is_loaded_whatever_the_role_is_at_first(
-    role: Role, speculation: str, is_loaded: bool
-) -> None:
-    """A worker that computes prompts may be made to decode later."""
+def test_a_draft_model_is_loaded_unless_speculation_is_off(speculation: str, sentence: str, tmp_path: Path) -> None:
     engine = EngineConfig(draft_model="/drafts", speculation=speculation)
-
-    def build(config: Config) -> Runner:
-        raise BatonError(config.engine.draft_model or "none")
-
-    with pytest.raises(BatonError, match="/drafts" if is_loaded else "none"):
-        await serve(Config(engine=engine), role, "w", "127.0.0.1", build=build)
+    with pytest.raises(ModelLoadError, match=sentence):
+        make_engine(Config(engine=engine, model=ModelConfig(path="/no-model")), tmp_path)
 
 
 async def test_a_worker_without_the_clusters_keys_ends_its_start_with_a_sentence(tmp_path: Path) -> None:
     """Before it loads a model. A key's name is enough to know it by."""
 
-    def build(config: Config) -> Runner:
+    def make(config: Config, cache: Path) -> ServingEngine:
         raise BatonError("it would start")
 
     async def start(secret: str, host: str = "10.9.9.9") -> None:
         config = Config(testing=ARITHMETIC, cluster=ClusterConfig(secret=secret))
-        await serve(config, Role.DECODE, "w", host, fingerprint=fingerprint, build=build)
+        await serve(config, Role.DECODE, "w", host, fingerprint=fingerprint, make=make)
 
     own, other = str(tmp_path / "own"), str(tmp_path / "other")
     secrets = {path: draw_secret() for path in (own, other)}

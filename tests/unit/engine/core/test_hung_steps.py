@@ -15,10 +15,11 @@ import pytest
 from baton.errors import DeviceLost, LostInStep
 from baton.tasks import cancel_and_wait
 from engine.core.engine import Engine
-from engine.core.loop import HUNG, LIMIT_PARTS, EngineLoop, StepThreads, ends_within
+from engine.core.loop import EngineLoop
 from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose
+from engine.core.step_threads import HUNG, LIMIT_PARTS, StepThreads, ends_within
 from engine.testing import ArithmeticRunner, expected_tokens
 from tests.support.builders import step_costs
 from tests.unit.engine.core.test_engine import make_spec, numbers

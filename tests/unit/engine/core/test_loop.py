@@ -22,7 +22,7 @@ from engine.core.block_pool import Removed, Stored
 from engine.core.engine import Engine
 from engine.core.image_store import ImageStore
 from engine.core.loop import EngineLoop, SequenceHandle
-from engine.core.outputs import Admitted, Generated, KvProgress, Reserved
+from engine.core.outputs import Admitted, Generated, KvProgress, OnEngineEvent, Reserved, ignore_event
 from engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, ignore_layer
 from engine.core.scheduler import SchedulerLimits
 from engine.core.sequence import Purpose, Sequence
@@ -48,9 +48,9 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @contextlib.asynccontextmanager
-async def running(loop: EngineLoop) -> AsyncIterator[EngineLoop]:
+async def running(loop: EngineLoop, on_event: OnEngineEvent = ignore_event) -> AsyncIterator[EngineLoop]:
     """The loop runs while the block is entered; it must not have ended by itself."""
-    task = asyncio.create_task(loop.run())
+    task = asyncio.create_task(loop.run(on_event))
     try:
         yield loop
         assert not task.done(), task
@@ -374,7 +374,7 @@ async def test_unpinning_lets_in_who_waits_for_blocks() -> None:
 
 async def test_idleness_is_noted_when_the_last_pin_goes() -> None:
     told = EventLog()
-    async with running(EngineLoop(make_engine(), 8, told)) as loop:
+    async with running(EngineLoop(make_engine(), 8), told) as loop:
         await asyncio.sleep(0)
         assert told.num_idle == 1, "from the start"
         prompt = numbers(1, 40)
@@ -408,7 +408,7 @@ async def test_idleness_is_noted_when_the_last_pin_goes() -> None:
 
 async def test_adopted_blocks_are_published_and_stay_in_the_cache() -> None:
     told = EventLog()
-    async with running(EngineLoop(make_engine(), 8, told)) as loop:
+    async with running(EngineLoop(make_engine(), 8), told) as loop:
         prompt = numbers(1, 40)
         async with loop.sequence(make_spec(prompt, 0), Purpose.RECEIVE) as handle:
             assert await handle.next() == reserved_for(sequence_of(handle))
@@ -758,8 +758,8 @@ async def test_beyond_max_waiting_it_refuses_whoever_has_no_token_yet() -> None:
 
 async def test_idleness_is_noted_once_each_time_the_last_sequence_goes() -> None:
     told = EventLog()
-    loop = EngineLoop(make_engine(), 8, told)
-    running = asyncio.create_task(loop.run())
+    loop = EngineLoop(make_engine(), 8)
+    running = asyncio.create_task(loop.run(told))
     await asyncio.sleep(0)
     assert told.num_idle == 1  # from the start
     for expected in (2, 3):
@@ -803,7 +803,7 @@ async def test_no_thread_outlives_the_loop() -> None:
 
 async def test_block_events_and_idleness_are_told() -> None:
     told = EventLog()
-    async with running(EngineLoop(make_engine(4), 8, told)) as loop:
+    async with running(EngineLoop(make_engine(4), 8), told) as loop:
         for index in range(3):
             async with loop.sequence(make_spec(numbers(index, 40), 2, name=f"r{index}"), Purpose.GENERATE) as handle:
                 await read_all(handle)
@@ -819,7 +819,7 @@ async def test_block_events_and_idleness_are_told() -> None:
 async def test_what_a_step_evicts_is_told_before_the_step_overwrites_it() -> None:
     runner = GatedRunner(num_blocks=4)
     told = EventLog()
-    async with running(EngineLoop(engine_of(runner), 8, told)) as loop:
+    async with running(EngineLoop(engine_of(runner), 8), told) as loop:
         prompts = [numbers(1, 40), numbers(2, 40)]
         for prompt in prompts:
             async with loop.sequence(make_spec(prompt, 1), Purpose.GENERATE) as handle:

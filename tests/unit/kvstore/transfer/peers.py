@@ -385,10 +385,10 @@ async def engine_worker(
         max_num_batched_tokens=step_tokens,
         output_reservation=0,
     )
-    loop = EngineLoop(Engine(runner, limits), 100, on_event)
+    loop = EngineLoop(Engine(runner, limits), 100)
     local = local_worker(name, incarnation, runner.caches, keys=keys, faults=faults)
     kv = KvEndpoint(local, loop, config)
-    running = asyncio.create_task(loop.run())
+    running = asyncio.create_task(loop.run(on_event))
     async with served(endpoint(kv), member_auth(keys, local.incarnation, WORKERS_RULES)) as (address, server):
         kv.receiver.kv_address = address
         try:
