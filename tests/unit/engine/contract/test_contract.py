@@ -99,7 +99,9 @@ async def test_who_leaves_frees_everything(subject: Subject) -> None:
                 await handle.next()
             assert engine.load().running == 4
             assert engine.load().blocks.in_use > 0
+        num_computed = engine.load().computed_tokens
         await subject.is_empty()
+        assert engine.load().computed_tokens < num_computed + 100, "it has gone on for nobody"
         assert (await subject.answer(spec_of(PROMPT, 6)))[0] == subject.expected(PROMPT, 6)
         assert engine.load().computed_tokens >= len(PROMPT)
 
