@@ -56,7 +56,7 @@ serve: $(STAMP)
 # What these hold against the clock, others beside them would hold up: they run by themselves, and few beside each
 # other. The rest waits for a part of its time: more processes than processors.
 test: check
-	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m 'clock and not chaos' $(CLOCK_TESTS)
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m 'clock and not chaos' $(CLOCK_TESTS)
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder --durations 25 \
 		-m 'not fast and not clock and not chaos and not full' $(OTHER_TESTS)
 
