@@ -160,7 +160,7 @@ def lost_decode(injected: Injected) -> list[Stream]:
     streams = injected.at_once(8, 40, 60, itl_ms=60)
     wait_until(lambda: all(len(asked.tokens) >= 10 for asked in streams), every_s=0.01)
     injected.fleet.remove(first, signal.SIGKILL)
-    time.sleep(4.0)  # more than a busy machine needs for all tokens
+    time.sleep(4.0)  # the delay to blame: longer than all steps take on a busy machine
     injected.add(Role.DECODE, step_ms=10.0)
     return streams
 

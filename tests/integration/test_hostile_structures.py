@@ -1,6 +1,7 @@
-"""Whatever structure a client sends, it is served or refused by name within two seconds, and nobody beside it waits.
+"""The router serves a structure of any kind, or refuses it by name, within two seconds; streams beside it do not wait.
 
-The seconds are those of a core that nothing else needs: on a busy machine they are measured, and longer.
+The seconds are those of an idle core. If other processes share the cores, the test measures how long such a second
+takes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.clock
 
 ANSWER_S = 2.0
-"""On a core that nothing else needs: a compiler may take a second of a processor's time."""
+"""On an idle core. A compiler may take one second of a core's time."""
 WAIT_S = 0.1
 """How much longer than without the structure a stream beside it may wait for a token."""
 SPIN = """
@@ -212,7 +213,7 @@ def told_apart(structure: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def pace() -> float:
-    """Returns how many seconds pass at present until a process has had a second of a processor's time."""
+    """Returns how many seconds pass at present until a process has had one second of a core's time."""
     return max(1.0, float(subprocess.check_output([sys.executable, "-S", "-c", SPIN])))
 
 
@@ -227,20 +228,20 @@ def test_it_is_served_or_refused_soon_and_nobody_waits(fleet: Fleet, beside: Bes
     structure, expected = STRUCTURES[name]
     found = []
     for number in range(NUM_TRIES):
-        seconds = [pace()]
+        before_s = pace()
         began_s = time.monotonic()
         beside.wait_for(NUM_QUIET)
         asked_s = time.monotonic()
         outcome = outcome_of(fleet, told_apart(structure, number), number)
         ended_s = time.monotonic()
-        seconds.append(pace())
+        second_s = (before_s + pace()) / 2
         assert expected in (outcome, EITHER)
         quiet_s, wait_s = beside.longest_wait_s(began_s, asked_s), beside.longest_wait_s(asked_s, ended_s)
         found.append(
-            f"{outcome} after {ended_s - asked_s:.2f} s, each {max(seconds):.1f} s long; "
+            f"{outcome} after {ended_s - asked_s:.2f} s, each {second_s:.1f} s long; "
             f"waits {wait_s * 1e3:.0f}, else {quiet_s * 1e3:.0f} ms"
         )
         print(name, found[-1])
-        if ended_s - asked_s <= ANSWER_S * max(seconds) and wait_s <= quiet_s + WAIT_S:
+        if ended_s - asked_s <= ANSWER_S * second_s and wait_s <= quiet_s + WAIT_S:
             return
     pytest.fail(f"{name}: {found}")

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from baton.v1 import inference_pb2_grpc
 from deploy.embedded_redis import valkey_binary
@@ -29,6 +31,9 @@ NAMESPACE, NAME = "serving", "baton"
 POOLS = ("prefill", "decode")
 PODS, SERVICES, EVENTS = (Resource("", plural) for plural in ("pods", "services", "events"))
 SERVING_POOLS = Resource("baton.dev", "servingpools")
+NEEDS_COMPILER = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="needs a C compiler, cc, for pods that have the same ports"
+)
 TIMEOUT_S = 480
 """On a busy machine `ray start` gives up after 30 s, and is started again, more than once."""
 NUM_CLIENTS, NUM_TOKENS = 3, 60

@@ -6,7 +6,6 @@ One story a helm: every day leaves the cluster as the next one finds it.
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -16,14 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.kube.release import NAME, NAMESPACE, TIMEOUT_S, Release, kube_cluster, load_on
+from tests.kube.release import NAME, NAMESPACE, NEEDS_COMPILER, TIMEOUT_S, Release, kube_cluster, load_on
 from tests.support.processes import command_line
 
 pytestmark = [
     pytest.mark.first,
     pytest.mark.integration,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc, for pods that have the same ports"),
+    NEEDS_COMPILER,
 ]
 
 SETTINGS = (

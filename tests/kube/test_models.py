@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ from typing import Any
 import openai
 import pytest
 
-from tests.kube.release import POOLS, Release, kube_cluster, load_on
+from tests.kube.release import NEEDS_COMPILER, POOLS, Release, kube_cluster, load_on
 from tests.kube.test_cluster import SETTINGS
 
 pytestmark = [
     pytest.mark.chaos,
     pytest.mark.integration,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc, for pods that have the same ports"),
+    NEEDS_COMPILER,
 ]
 WAKE_WAIT_S = 240
 ROUTERS = ("--set=parts.model=false", "--set=router.replicas=2", f"--set=config.router.wake_wait_s={WAKE_WAIT_S}")
@@ -91,7 +90,7 @@ def test_a_model_sleeps_without_pods_and_held_requests_wake_it(door: Release) ->
 
 
 def names(door: Release) -> list[str]:
-    """Of the models that every client sees."""
+    """Returns the names of the models that the endpoint lists."""
     with client(door) as served:
         return sorted(model.id for model in served.models.list())
 
@@ -117,5 +116,5 @@ def client(door: Release) -> openai.OpenAI:
 
 
 def shown(door: Release, model: str) -> dict[str, Any]:
-    """What `baton status` says of it; nothing if it does not know the model."""
+    """Returns a model's entry in `baton status`; empty if there is none."""
     return next((each for each in door.baton_status()["models"] if each["id"] == model), {})

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.kube.release import NAMESPACE, POOLS, Release, kube_cluster, load_on
+from tests.kube.release import NAMESPACE, NEEDS_COMPILER, POOLS, Release, kube_cluster, load_on
 from tests.kube.test_cluster import SETTINGS, pids
 
 pytestmark = [
     pytest.mark.chaos,
     pytest.mark.integration,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc, for pods that have the same ports"),
+    NEEDS_COMPILER,
 ]
 SMALL = (*SETTINGS, "--set=router.replicas=1")
 

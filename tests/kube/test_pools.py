@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from baton.v1 import inference_pb2_grpc
 from tests.integration.cluster import Answer, request
 from tests.integration.test_engine_models import VOCAB_SIZE, Reference, load_reference, refer, save_tiny
 from tests.integration.test_pools import NUM_TOKENS, is_same
-from tests.kube.release import Release, kube_cluster
+from tests.kube.release import NEEDS_COMPILER, Release, kube_cluster
 from tests.kube.test_workers import names
 from tests.support.asking import sampling
 from tests.support.model_folders import backend
@@ -23,7 +22,7 @@ pytestmark = [
     pytest.mark.chaos,
     pytest.mark.integration,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc, for pods that have the same ports"),
+    NEEDS_COMPILER,
 ]
 DECODE = "--set=pools.decode.engine"
 SETTINGS = (

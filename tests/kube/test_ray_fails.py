@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 
 from tests.helm.chart import MATRIX, pod_of, render
 from tests.helm.test_workers import container_of
-from tests.kube.release import NAMESPACE, POOLS, TIMEOUT_S, Release, kube_cluster, load_on
+from tests.kube.release import NAMESPACE, NEEDS_COMPILER, POOLS, TIMEOUT_S, Release, kube_cluster, load_on
 from tests.kube.test_cluster import SETTINGS, is_ready, pids
 from tests.kube.test_workers import log
 from tests.support.processes import command_line
@@ -23,7 +22,7 @@ pytestmark = [
     pytest.mark.chaos,
     pytest.mark.integration,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc, for pods that have the same ports"),
+    NEEDS_COMPILER,
 ]
 
 

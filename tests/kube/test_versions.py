@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.kube.release import NAME, POOLS, TIMEOUT_S, Release, kube_cluster, load_on
+from tests.kube.release import NAME, NEEDS_COMPILER, POOLS, TIMEOUT_S, Release, kube_cluster, load_on
 from tests.kube.test_cluster import SETTINGS, is_ready
 from tests.support.load import Clients
 
@@ -30,7 +29,7 @@ pytestmark = [
     pytest.mark.chaos,
     pytest.mark.integration,
     pytest.mark.timeout(3000),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc, for pods that have the same ports"),
+    NEEDS_COMPILER,
 ]
 
 

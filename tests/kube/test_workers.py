@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.kube.release import NAMESPACE, TIMEOUT_S, Release, kube_cluster, load_on
+from tests.kube.release import NAMESPACE, NEEDS_COMPILER, TIMEOUT_S, Release, kube_cluster, load_on
 from tests.kube.test_cluster import SETTINGS, is_ready, pids
 from tests.support.load import Clients
 
@@ -20,7 +19,7 @@ pytestmark = [
     pytest.mark.chaos,
     pytest.mark.integration,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc, for pods that have the same ports"),
+    NEEDS_COMPILER,
 ]
 NUM_SLOTS = 4
 """Pods of workers for which the machine has room."""

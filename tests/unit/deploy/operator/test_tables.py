@@ -201,7 +201,7 @@ def test_the_status_gives_the_reason_why_a_model_does_not_wake() -> None:
 
 
 def test_a_model_alone_has_a_row_only_if_it_tells_something(capsys: pytest.CaptureFixture[str]) -> None:
-    """That it sleeps, or how long it took to wake."""
+    """The row appears if the model sleeps, or if the time of its last wake-up is known."""
     nothing: dict[str, Any] = {
         "workers": [],
         "pools": {},

@@ -1,1 +1,1 @@
-"""What every engine must do behind `ServingEngine`, whoever wrote it: one suite, and the engines that it runs on."""
+"""The checks that every engine behind `ServingEngine` must pass, and the engines that they run on."""

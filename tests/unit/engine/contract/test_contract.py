@@ -51,7 +51,7 @@ async def test_an_answer_is_the_models_and_its_first_output_reports_the_prompt(s
 
 
 async def test_answers_beside_each_other_do_not_mix(subject: Subject) -> None:
-    """Of all lengths; more than the engine computes at a time."""
+    """They differ in length, and there are more than the engine computes at a time."""
     prompts = [PROMPT[number : 20 + 13 * number] for number in range(6)]
     async with subject.running():
         specs = [spec_of(prompt, 4 + 3 * number, f"r{number}") for number, prompt in enumerate(prompts)]
@@ -101,7 +101,7 @@ async def test_who_leaves_frees_everything(subject: Subject) -> None:
             assert engine.load().blocks.in_use > 0
         num_computed = engine.load().computed_tokens
         await subject.is_empty()
-        assert engine.load().computed_tokens < num_computed + 100, "it has gone on for nobody"
+        assert engine.load().computed_tokens < num_computed + 100, "it computed for clients that had left"
         assert (await subject.answer(spec_of(PROMPT, 6)))[0] == subject.expected(PROMPT, 6)
         assert engine.load().computed_tokens >= len(PROMPT)
 
