@@ -64,5 +64,5 @@ class ModelCopy:
                 logger.warning("the model's files cannot be copied to %s: %s", self._folder, error)
                 return
             self._provided = ProvidedFiles(self._folder, digest, is_copy=True)
-            logger.info("the model's files are copied from %s", worker.id)
+            logger.debug("the model's files are copied from %s", worker.id)
             return
