@@ -162,10 +162,10 @@ def require_runner(config: Config) -> None:
     if not _is_here(config):
         return
     if _by_vllm(config):
-        if config.model.weights != "exact":
+        if config.model.weights in ("bf16", "int8g"):
             raise ConfigError(
-                f"model.weights={config.model.weights} is not supported by engine.runner vllm; set it to exact, and "
-                "quantization in engine.vllm_args"
+                f"model.weights={config.model.weights} needs the native runner, and engine.runner is vllm; set it to "
+                "exact or fp8"
             )
         return
     weights, kind = config.model.weights, read_json(Path(config.model.path) / "config.json").get("model_type")

@@ -229,10 +229,11 @@ def test_kv_heads_may_be_fewer_than_vllms_ranks(tmp_path: Path) -> None:
             preflight.require_heads(by_vllm)
 
 
-def test_vllm_quantizes_by_its_own_argument(tmp_path: Path) -> None:
+def test_vllm_has_weights_of_its_own_formats(tmp_path: Path) -> None:
     config = replace(a_model(tmp_path, {"model_type": "of-tomorrow"}), engine=a_config("/p").engine)
     preflight.require_runner(config)
-    for weights in ("fp8", "int8g"):
+    preflight.require_runner(replace(config, model=replace(config.model, weights="fp8")))
+    for weights in ("bf16", "int8g"):
         wrong = replace(config, model=replace(config.model, weights=weights))
-        with pytest.raises(ConfigError, match=rf"model\.weights={weights} is not supported by engine\.runner vllm"):
+        with pytest.raises(ConfigError, match=rf"model\.weights={weights} needs the native runner"):
             preflight.require_runner(wrong)
