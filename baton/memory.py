@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, ModelLoadError
+from baton.model_files import of_text, read_json
 from baton.weights_files import SUFFIX, TensorHead, loaded_files, read_header
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ ADVISED = 0.9
 """Share that an error recommends: less than `FITS`, so that it still fits a moment later."""
 PROCESS_BYTES = 3 * GIB // 4
 """Memory of a rank's process on a CPU in addition to weights and pool: torch, transformers, activations, slots."""
+VLLM_PROCESS_BYTES = 2 * GIB
+"""Memory of a rank's process of vLLM on a CPU in addition to weights and pool: 1.9 GiB with vLLM 0.32."""
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
@@ -138,6 +141,17 @@ def weights_bytes(folder: Path, dtype: str = "") -> int:
             embeddings have a wider type. Empty: as they are stored.
     """
     return sum(_file_bytes(path, SIZES.get(dtype)) for path in _weights_files(folder))
+
+
+def bytes_of_vllm(folder: Path, dtype: str) -> int:
+    """Return the bytes that the weights take in vLLM, which keeps quantized ones as they are stored.
+
+    Args:
+        dtype: see `weights_bytes`.
+    """
+    config = read_json(folder / "config.json")
+    is_quantized = of_text(config, "quantization_config") or of_text(config, "compression_config")
+    return weights_bytes(folder, "" if is_quantized else dtype)
 
 
 def adapters_bytes(folder: Path, number: int, rank: int, dtype: str) -> int:

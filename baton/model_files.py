@@ -144,11 +144,14 @@ def denoises(folder: Path) -> bool:
     return read_json(folder / "config.json").get("model_type") in DIFFUSION
 
 
-def require_runnable(folder: Path) -> None:
+def require_runnable(folder: Path, *, by_vllm: bool = False) -> None:
     """Reject a folder that this version cannot run, as far as its text files show it.
 
     Rejected are files that are not plain files of the folder, and checkpoints that do not continue text, or have an
     unsupported quantization or an adapter. Whether attention is supported, a worker asks the model (`engine.model`).
+
+    Args:
+        by_vllm: vLLM loads the weights (`engine.runner`). It decides which quantizations it supports.
 
     Raises:
         ModelLoadError: it is such a checkpoint; the message names its kind.
@@ -179,10 +182,11 @@ def require_runnable(folder: Path) -> None:
         raise ModelLoadError(f"{path} has a quantization_config that is no JSON object")
     by_bits = any(quantization.get(name) for name in ("load_in_4bit", "load_in_8bit"))
     method = quantization.get("quant_method") or ("bitsandbytes" if by_bits else "unknown")
-    if method not in RUNNABLE_QUANTIZATIONS:
+    if method not in RUNNABLE_QUANTIZATIONS and not by_vllm:
         raise ModelLoadError(
-            f"the weights in {folder} are quantized ({method}), which this version does not run; use the model's "
-            f"checkpoint in float32, bfloat16 or float16, or one quantized with {', '.join(RUNNABLE_QUANTIZATIONS)}"
+            f"the weights in {folder} are quantized ({method}), which Baton's own engine does not run; use the model's "
+            f"checkpoint in float32, bfloat16 or float16, one quantized with {', '.join(RUNNABLE_QUANTIZATIONS)}, or "
+            "vLLM (docs/engines.md)"
         )
 
 

@@ -22,6 +22,9 @@ from baton.config import ModelConfig, load
 from deploy.models import cache_dir, resolve
 from tests.support.logs import ends_of_logs
 from tests.support.order import ByFile, put_first
+from tests.support.vllm import is_left_out, keep_vllm_python
+
+keep_vllm_python()
 
 # By default a test fails if one of its examples takes 200 ms, which a busy machine needs for anything.
 settings.register_profile("baton", deadline=None, max_examples=50)
@@ -41,11 +44,19 @@ OF_APPARATUS = tuple(TESTS / name for name in ("kube/test_apiserver.py", "kube/t
 """Tests of the tests' own Kubernetes: only `make test-all` runs them."""
 MOST_INTERPRETED = 1
 """Cases of a test in Triton's interpreter, which takes seconds for each, that are not left to `make test-all`."""
-NOT_FAST = {"slow", "chaos", "clock", "full"}
+NOT_FAST = {"slow", "chaos", "clock", "full", "vllm"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is fast and what is run seldom, and puts what is marked `first` first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what is fast and what is run seldom, puts what is marked `first` first, and leaves out what needs vLLM."""
+    left_out = [
+        item
+        for item in items
+        if is_left_out({mark.name for mark in item.iter_markers()}, str(config.option.markexpr or ""))
+    ]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     put_first(items)
     num_interpreted: Counter[str] = Counter()
     for item in items:

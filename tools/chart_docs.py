@@ -114,7 +114,8 @@ def _section(section: Schema, definitions: Schema, defaults: Any, skipped: set[s
         if name in skipped:
             continue
         own = {key: item for key, item in value.items() if key not in ("title", "description", "default")}
-        if "$ref" in (inner := own.get("additionalProperties", ())):
+        # Of a mapping: a section, True for any value, or nothing.
+        if isinstance(inner := own.get("additionalProperties"), dict) and "$ref" in inner:
             own["additionalProperties"] = _section(inner, definitions, {}, set())
         default = value.get("default", defaults.get(name))
         properties[name] = {"description": one_line(value["description"]), "default": default, **own}

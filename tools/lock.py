@@ -1,6 +1,6 @@
-"""Writes the lock of an image from what uv found for each processor. `make lock` calls it.
+"""Writes the lock of an image from what uv found for each processor and Python. `make lock` calls it.
 
-    python -m tools.lock deploy/docker/locks/worker.txt pylock.worker-x86_64.toml pylock.worker-aarch64.toml
+    python -m tools.lock deploy/docker/locks/worker.txt pylock.worker-31111-x86_64.toml pylock.worker-31111-aarch64.toml
 
 uv's own list of hashes has every file of a version, for all systems and Pythons. A lock has only the files that an
 image may install. Locks named `torch-...` get torch and NVIDIA's libraries, the others everything else: each build of
@@ -15,19 +15,19 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-HEAD = "# Written by `make lock`: the files for CPython 3.11 on Linux, for x86_64 and aarch64.\n"
+HEAD = "# Written by `make lock`: the files for Linux, on x86_64 and aarch64, and for the Python of each image.\n"
 OF_TORCH = re.compile(r"torch|triton|cuda-.*|nvidia-.*")
 
 
 def lock(pylocks: Iterable[str], of_torch: bool) -> str:
-    """Return a lock with the files that all processors need.
+    """Return a lock with the files that all processors and Pythons need.
 
     Args:
-        pylocks: one pylock.toml (PEP 751) for each processor.
+        pylocks: one pylock.toml (PEP 751) for each processor and Python.
         of_torch: whether the lock is for torch and NVIDIA's libraries, or for everything else.
 
     Raises:
-        ValueError: the processors need different packages.
+        ValueError: the processors or Pythons need different packages.
     """
     first, *others = (_files(each, of_torch) for each in pylocks)
     for other in others:

@@ -1,10 +1,11 @@
-"""Generates the tables of docs/configuration.md and docs/grpc.md: `python -m tools.reference_docs`.
+"""Generates the tables of docs/configuration.md, docs/engines.md and docs/grpc.md: `python -m tools.reference_docs`.
 
     baton/config ────── JSON schema by pydantic ──> every setting, its default and its description
+    baton/config/engine.py ──── VLLM_ARGS ────────> every argument that is passed on to vLLM
     public protos ───── their comments ───────────> every method and field of both services
     baton/errors.py ─── the tree that it draws ───> every error, its status and its code
 
-The rest of both pages is written by hand.
+The rest of these pages is written by hand.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from pydantic import TypeAdapter
 
 from baton import errors
 from baton.config import Config
+from baton.config.engine import VLLM_ARGS
 from baton.config.load import SHORT_NAMES
 from baton.config.section import is_listed
 from tools.chart_docs import between, described_settings, one_line
 
 ROOT = Path(__file__).parents[1]
-SETTINGS_PAGE, GRPC_PAGE = Path("docs/configuration.md"), Path("docs/grpc.md")
+SETTINGS_PAGE, GRPC_PAGE, ENGINES_PAGE = Path("docs/configuration.md"), Path("docs/grpc.md"), Path("docs/engines.md")
 BEGIN, END = "<!-- written by `python -m tools.reference_docs` -->", "<!-- end -->"
 PUBLIC = ("inference", "admin")
 VARIABLES = {f"{section}.{field}": name for name, (section, field) in SHORT_NAMES.items()}
@@ -142,9 +144,15 @@ def _errors() -> list[str]:
     return rows + [f"| {kind} | {status} | {code} | {_cell(text)} |" for kind, status, code, text in tree]
 
 
+def vllm_arguments() -> str:
+    """The table of the arguments that `engine.vllm_args` may contain."""
+    rows = [f"| `{name}` | {_cell(text)} |" for name, text in sorted(VLLM_ARGS.items())]
+    return "\n".join(["| Argument | |", "|---|---|", *rows, ""])
+
+
 def written() -> dict[Path, str]:
-    """Both pages with today's tables, by their paths in the repository."""
-    pages = {SETTINGS_PAGE: settings_tables(), GRPC_PAGE: grpc_tables()}
+    """The pages with today's tables, by their paths in the repository."""
+    pages = {SETTINGS_PAGE: settings_tables(), GRPC_PAGE: grpc_tables(), ENGINES_PAGE: vllm_arguments()}
     return {
         page: between((ROOT / page).read_text(encoding="utf-8"), BEGIN, tables, END) for page, tables in pages.items()
     }

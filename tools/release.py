@@ -4,7 +4,7 @@
     python -m tools.release images IMAGES.json           writes the chart and dist/release.env with these images
 
 IMAGES.json lists what the release workflow has pushed, `{"router": {"repository": ..., "digest": "sha256:..."}, ...}`,
-under the names router, worker and worker-cuda. No digest is made up: without one nothing is written.
+under the names router, worker, worker-cuda and worker-vllm. No digest is made up: without one nothing is written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton.errors import ConfigError
 
 CHART = Path("helm/baton")
 DIST = Path("dist")
-NAMES = ("router", "worker", "worker-cuda")
+NAMES = ("router", "worker", "worker-cuda", "worker-vllm")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 REPOSITORY = re.compile(r"[a-z0-9.-]+(:\d+)?(/[a-z0-9._-]+)+")
 IMAGE_OF_VALUES = r"(^  {name}:.*\n    repository: )\S*(\n    tag: ).*(\n    digest: ).*$"
@@ -105,7 +105,12 @@ def chart_values(values: str, images: Mapping[str, PushedImage]) -> str:
 
 def environment(images: Mapping[str, PushedImage]) -> str:
     """The variables by which compose and the kind script take the images of a release."""
-    names = {"router": "BATON_ROUTER_IMAGE", "worker": "BATON_WORKER_IMAGE", "worker-cuda": "BATON_CUDA_IMAGE"}
+    names = {
+        "router": "BATON_ROUTER_IMAGE",
+        "worker": "BATON_WORKER_IMAGE",
+        "worker-cuda": "BATON_CUDA_IMAGE",
+        "worker-vllm": "BATON_VLLM_IMAGE",
+    }
     return "".join(f"{variable}={images[name]}\n" for name, variable in names.items())
 
 

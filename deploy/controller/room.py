@@ -7,7 +7,7 @@ from pathlib import Path
 
 from baton.cluster import Role
 from baton.config import Config
-from baton.memory import GIB, PROCESS_BYTES, available_memory, weights_bytes
+from baton.memory import GIB, PROCESS_BYTES, VLLM_PROCESS_BYTES, available_memory, bytes_of_vllm, weights_bytes
 from deploy.ray_pools.gpus import NodeGpus, num_placed
 
 
@@ -19,8 +19,11 @@ def bytes_per_worker(config: Config, pool: Role) -> int:
     engine, model = config.engine_of(pool), config.model
     if config.testing.arithmetic or engine.kv_cache_gib == "auto":
         return 0
-    weights = weights_bytes(Path(model.path), "float32" if model.dtype == "auto" else model.dtype)
-    return weights + engine.tensor_parallel * (PROCESS_BYTES + int(engine.kv_cache_gib * GIB))
+    folder, dtype = Path(model.path), "float32" if model.dtype == "auto" else model.dtype
+    pools = engine.tensor_parallel * int(engine.kv_cache_gib * GIB)
+    if engine.runner == "vllm":
+        return bytes_of_vllm(folder, dtype) + engine.tensor_parallel * VLLM_PROCESS_BYTES + PROCESS_BYTES + pools
+    return weights_bytes(folder, dtype) + engine.tensor_parallel * PROCESS_BYTES + pools
 
 
 def memory_problem(per_worker: Mapping[Role, int], num_more: Mapping[Role, int], free: int | None = None) -> str:

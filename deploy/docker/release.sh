@@ -1,12 +1,14 @@
 #!/bin/sh
 # Builds the images of a release, and pushes them: sh deploy/docker/release.sh REGISTRY VERSION PYTHON_TAG true|false
 #
-# The base image is taken by the digest that its registry answers. With `true` the images are pushed, each with a bill of
+# The base images are taken by the digests that their registry answers. With `true` the images are pushed, each with a bill of
 # materials and where it was built, and dist/images.json gets the digests that the registry has given them.
 set -eu
 registry=$1 version=$2 python=$3 is_pushed=$4
 mkdir -p dist
 base=$(docker buildx imagetools inspect "docker.io/library/python:$python" --format '{{.Manifest.Digest}}')
+vllm=$(sed -n 's/^ARG VLLM=//p' deploy/docker/worker-vllm.Dockerfile)
+vllm_base=$(docker buildx imagetools inspect "docker.io/vllm/vllm-openai:$vllm" --format '{{.Manifest.Digest}}')
 
 build() { # NAME TAG DOCKERFILE LOCK OPTION...
   name=$1 tag=$2 file=$3 lock=deploy/docker/locks/$4.txt
@@ -19,8 +21,12 @@ build() { # NAME TAG DOCKERFILE LOCK OPTION...
   if [ "$is_pushed" = true ]; then
     set -- --push --sbom=true --provenance=mode=max "$@"
   fi
+  case $file in
+    worker-vllm) set -- --build-arg "VLLM=$vllm@$vllm_base" "$@" ;;
+    *) set -- --build-arg "PYTHON=$python@$base" "$@" ;;
+  esac
   docker buildx build --platform "$platforms" --file "deploy/docker/$file.Dockerfile" \
-    --build-arg "PYTHON=$python@$base" --build-arg "VERSION=$version" --tag "${registry:-local}/$name:$tag" \
+    --build-arg "VERSION=$version" --tag "${registry:-local}/$name:$tag" \
     --metadata-file "dist/$name-$tag.json" "$@" .
 }
 
@@ -33,12 +39,14 @@ docker buildx create --use --name baton-release --driver docker-container > /dev
 build baton-router "$version" router router
 build baton-worker "$version" worker torch-cpu
 build baton-worker "$version-cuda" worker torch-cu130 --build-arg VARIANT=cuda
+build baton-worker "$version-vllm" worker-vllm torch-cu130
 if [ "$is_pushed" = true ]; then
   cat > dist/images.json << END
 {
   "router": {"repository": "$registry/baton-router", "digest": "$(digest baton-router "$version")"},
   "worker": {"repository": "$registry/baton-worker", "digest": "$(digest baton-worker "$version")"},
-  "worker-cuda": {"repository": "$registry/baton-worker", "digest": "$(digest baton-worker "$version-cuda")"}
+  "worker-cuda": {"repository": "$registry/baton-worker", "digest": "$(digest baton-worker "$version-cuda")"},
+  "worker-vllm": {"repository": "$registry/baton-worker", "digest": "$(digest baton-worker "$version-vllm")"}
 }
 END
 fi

@@ -22,7 +22,7 @@ from baton.config import Config, without_password
 from baton.errors import BatonError, ConfigError
 from baton.tls import member_tls
 from deploy.controller.state import load as load_state
-from deploy.doctor import certificates, cluster, endpoints, machine, redis, start, transports
+from deploy.doctor import certificates, cluster, endpoints, machine, preflight, redis, start, transports
 from deploy.doctor.checks import Check, guarded, judged, show
 from deploy.doctor.model import checks as model_checks
 from deploy.doctor.reach import Target, reachability
@@ -82,8 +82,7 @@ def diagnose(
         pools = [config.for_pool(pool) for pool in Role]  # this node may be of either pool: the smaller need counts
         ranks = min(pool.engine.tensor_parallel for pool in pools)
         needed = num_workers * ranks if ranks > 1 else 0
-        checks += guarded("torch", lambda: machine.torch_build(config, needed))
-        checks += guarded("transports", lambda: transports.checks(config, environ))
+        checks += _of_engine(config, needed, environ)
         checks += guarded(
             "shared memory", lambda: machine.shared_memory(num_workers * min(map(machine.ranks_memory_mib, pools)))
         )
@@ -109,8 +108,7 @@ def _laptop(config: Config, address: str, access: Access, environ: Mapping[str, 
     checks += machine.python()
     checks += guarded("packages", lambda: machine.packages({"worker", "local"}))
     sizes = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
-    checks += guarded("torch", lambda: machine.torch_build(config, machine.num_gpus_needed(config, sizes)))
-    checks += guarded("transports", lambda: transports.checks(config, environ))
+    checks += _of_engine(config, machine.num_gpus_needed(config, sizes), environ)
     if not config.index.redis_url:
         checks += guarded("embedded redis", machine.embedded_redis)
     checks += guarded("model", lambda: machine.model(config, is_needed=False))
@@ -123,6 +121,18 @@ def _laptop(config: Config, address: str, access: Access, environ: Mapping[str, 
         checks += endpoints.checks(config, environ)
         checks.append(Check("cluster", "ok", f"none runs at {address}", ""))
     return checks + running
+
+
+def _of_engine(config: Config, needed: int, environ: Mapping[str, str]) -> list[Check]:
+    """Check what computes the model, and what carries data between its workers and ranks.
+
+    Args:
+        needed: see `machine.num_gpus_needed`.
+    """
+    if config.engine.runner == "vllm":  # whose ranks and torch are its own
+        return guarded("vllm", lambda: preflight.vllm_checks(config, needed))
+    checks = guarded("torch", lambda: machine.torch_build(config, needed))
+    return checks + guarded("transports", lambda: transports.checks(config, environ))
 
 
 def _shared_mib(config: Config, sizes: Mapping[Role, int]) -> float:

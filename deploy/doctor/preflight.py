@@ -14,7 +14,7 @@ import importlib.util
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from baton.cluster import Role
 from baton.config import Config, GibOrAuto
 from baton.errors import ConfigError
 from baton.gpus import sign_of_gpu
-from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
+from baton.memory import GIB, PROCESS_BYTES, VLLM_PROCESS_BYTES, Room, available_memory, bytes_of_vllm, weights_bytes
 from baton.model_files import read_json
-from deploy.doctor import machine
+from deploy.doctor import machine, vllm
+from deploy.doctor.checks import Check
 from deploy.extras import lacking
 from deploy.operator.client import opened
 from deploy.ray_pools.gpus import NodeGpus, gpus_of_models, gpus_per_worker, memory_share
@@ -75,15 +76,46 @@ def require_gpus(config: Config, others: Sequence[Config] = ()) -> None:
     Args:
         others: configurations of the other models that this machine serves.
     """
-    gpus = visible_gpus(os.environ) if _is_here(config) else None
+    gpus = _gpus(config) if _is_here(config) else None
     if gpus is None:
         return
     needed = sum(machine.num_gpus_needed(each, _sizes(each)) for each in (config, *others))
-    driver, sign = machine.nvidia_driver(), sign_of_gpu(os.environ)
-    found = machine.Gpus(num=len(gpus), names="GPU", cuda=_torch_cuda(), driver=driver, sign=sign)
-    check = machine.gpu(config.model.device, needed, found)
+    check = gpu_check(config, needed, gpus)
     if check.state == "fail":
         raise ConfigError(f"model.device is {config.model.device}, GPUs found: {check.found}; {check.fix}")
+
+
+def gpu_check(config: Config, needed: int, free: Sequence[int]) -> Check:
+    """Check that the GPUs suit the configuration, without torch.
+
+    Args:
+        needed: see `machine.num_gpus_needed`.
+        free: free bytes of each GPU.
+    """
+    found = machine.Gpus(
+        num=len(free),
+        names="GPU",
+        cuda=_cuda(config),
+        driver=machine.nvidia_driver(),
+        sign=sign_of_gpu(os.environ),
+        by_vllm=_by_vllm(config),
+    )
+    return machine.gpu(config.model.device, needed, found)
+
+
+def vllm_checks(config: Config, needed: int = 0) -> Iterator[Check]:
+    """Run the checks of vLLM and of the GPUs that its torch finds, in place of those of Baton's torch.
+
+    Args:
+        needed: see `machine.num_gpus_needed`.
+    """
+    yield from vllm.checks(config)
+    gpus = visible_gpus(os.environ, _cuda(config))
+    if gpus is None:
+        yield Check("gpu", "warn", "nvidia-smi does not list the GPUs", "check the NVIDIA driver")
+    else:
+        yield gpu_check(config, needed, gpus)
+    yield from vllm.settings(config, has_gpus=bool(gpus) and config.model.device != "cpu")
 
 
 def require_heads(config: Config) -> None:
@@ -100,7 +132,11 @@ def require_heads(config: Config) -> None:
         said = read_json(Path(config.model.path) / "config.json")
         for name, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "KV heads")):
             number, kind = said.get(name), said.get("model_type")
-            if isinstance(number, int) and number % ranks and _has_divided_heads(kind):
+            if not isinstance(number, int) or not number % ranks:
+                continue
+            # vLLM gives several ranks the same KV head if there are fewer heads than ranks.
+            is_shared = _by_vllm(config) and name == "num_key_value_heads" and not ranks % number
+            if not is_shared and (_by_vllm(config) or _has_divided_heads(kind)):
                 raise ConfigError(
                     f"{config.name_of(pool, 'tensor_parallel')} is {ranks}, which does not divide the {number} {what} "
                     f"of {config.model.served_name}"
@@ -125,6 +161,13 @@ def require_runner(config: Config) -> None:
     """
     if not _is_here(config):
         return
+    if _by_vllm(config):
+        if config.model.weights in ("bf16", "int8g"):
+            raise ConfigError(
+                f"model.weights={config.model.weights} needs the native runner, and engine.runner is vllm; set it to "
+                "exact or fp8"
+            )
+        return
     weights, kind = config.model.weights, read_json(Path(config.model.path) / "config.json").get("model_type")
     if config.engine.runner == "native" and kind is not None and kind not in FAMILIES:
         raise ConfigError(f"engine.runner=native does not support models of type {kind!r}; set it to auto")
@@ -146,7 +189,7 @@ def with_gpu_shares(configs: Sequence[Config]) -> list[Config]:
         ConfigError: the workers do not fit.
     """
     here = [config for config in configs if _is_here(config) and config.model.device != "cpu"]
-    gpus = visible_gpus(os.environ) if len(configs) > 1 and here else None
+    gpus = _gpus(here[0]) if len(configs) > 1 and here else None
     if not gpus:
         return [*configs]
     node = NodeGpus(num_gpus=len(gpus), num_workers=sum(sum(_sizes(config).values()) for config in here))
@@ -173,7 +216,7 @@ def with_kv_size(config: Config, others: Sequence[Config] = ()) -> Config:
     """
     if not _is_here(config):
         return config
-    gpus = [] if config.model.device == "cpu" else visible_gpus(os.environ)
+    gpus = [] if config.model.device == "cpu" else _gpus(config)
     if gpus is None or gpus:
         for pool in Role if gpus else ():
             _require_room_on_gpus(config, pool, gpus or [])
@@ -202,14 +245,15 @@ def _require_room_on_gpus(config: Config, pool: Role, free: Sequence[int]) -> No
     if engine.num_blocks or engine.kv_cache_gib == "auto" or not sizes[pool]:
         return
     ranks = engine.tensor_parallel
-    weights = weights_bytes(Path(model.path), "fp8" if model.weights == "fp8" else model.dtype) // ranks
+    bytes_of = bytes_of_vllm if _by_vllm(config) else weights_bytes
+    weights = bytes_of(Path(model.path), "fp8" if model.weights == "fp8" else model.dtype) // ranks
     node = NodeGpus(num_gpus=len(free), num_workers=sum(sizes.values()))
     room = Room(
         free=int(min(free) * memory_share(gpus_per_worker(config, [node], sizes)[pool])),
         num_pools=1,
         needed=weights + _drafting_bytes(config, pool),
         on_gpu=True,
-        set_aside=config.transfer.gpu_bytes(ranks),
+        set_aside=0 if _by_vllm(config) else config.transfer.gpu_bytes(ranks),
     )
     room.pool_gib(engine.kv_cache_gib)
 
@@ -251,18 +295,29 @@ def _most_workers(config: Config, pool: Role) -> dict[Role, int]:
 
 def _needed_per_rank(config: Config, pool: Role) -> int:
     """Return the memory of a rank on a CPU in addition to its KV pool, in bytes."""
-    dtype = config.model.dtype
-    weights = weights_bytes(Path(config.model.path), "float32" if dtype == "auto" else dtype)
-    return weights // config.engine_of(pool).tensor_parallel + _drafting_bytes(config, pool) + PROCESS_BYTES
+    folder, ranks = Path(config.model.path), config.engine_of(pool).tensor_parallel
+    dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
+    if _by_vllm(config):
+        return (bytes_of_vllm(folder, dtype) + PROCESS_BYTES) // ranks + VLLM_PROCESS_BYTES
+    return weights_bytes(folder, dtype) // ranks + _drafting_bytes(config, pool) + PROCESS_BYTES
 
 
 def _sizes(config: Config) -> dict[Role, int]:
     return {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
 
 
-def visible_gpus(environ: Mapping[str, str]) -> list[int] | None:
-    """Return the free bytes of each GPU that torch would see; None: unknown without torch."""
-    if not _torch_cuda() or not machine.nvidia_driver():
+def _gpus(config: Config) -> list[int] | None:
+    """Return the free bytes of each GPU that the engine's torch would see; None: unknown without torch."""
+    return visible_gpus(os.environ, _cuda(config)) if _by_vllm(config) else visible_gpus(os.environ)
+
+
+def visible_gpus(environ: Mapping[str, str], cuda: str | None = None) -> list[int] | None:
+    """Return the free bytes of each GPU that torch would see; None: unknown without torch.
+
+    Args:
+        cuda: CUDA version that torch is built for; None: that of Baton's own torch.
+    """
+    if not (_torch_cuda() if cuda is None else cuda) or not machine.nvidia_driver():
         return []
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
@@ -289,6 +344,15 @@ def _torch_cuda() -> str:
     text = Path(found.origin).with_name("version.py").read_text()
     version = re.search(r"^cuda\b.*=\s*'([^']+)'", text, re.MULTILINE)
     return version[1] if version else ""
+
+
+def _cuda(config: Config) -> str:
+    """Return the CUDA version that the torch of the workers' engine is built for; empty: a CPU build, or none."""
+    return vllm.cuda_of(config.engine.vllm_python) if _by_vllm(config) else _torch_cuda()
+
+
+def _by_vllm(config: Config) -> bool:
+    return config.engine.runner == "vllm"
 
 
 def _is_here(config: Config) -> bool:

@@ -16,7 +16,7 @@ from baton.errors import ConfigError, StoreUnavailable
 from baton.tls import member_tls
 from baton.tokenizer_file import read_vocabulary
 from deploy.controller.state import starting_sizes
-from deploy.doctor import certificates, machine, preflight, redis
+from deploy.doctor import certificates, machine, preflight, redis, vllm
 from deploy.doctor.checks import Check, guarded
 from deploy.models import cache_dir
 from router.request.moderation import load_judge
@@ -35,9 +35,9 @@ def require(configs: Sequence[Config]) -> None:
         BatonError: the first failure, in one sentence that says how to fix it.
     """
     first, *others = configs
-    _require(first, (("packages", packages), ("ports", machine.ports), *LOOKS))
+    _require(first, (("packages", packages), ("vllm", vllm_engine), ("ports", machine.ports), *LOOKS))
     for config in others:
-        _require(config, (("settings", settings), ("folders", folders)))
+        _require(config, (("settings", settings), ("folders", folders), ("vllm", vllm_engine)))
         preflight.require_gpus(config, [each for each in configs if each is not config])
 
 
@@ -60,7 +60,7 @@ def require_models(configs: Sequence[Config]) -> list[Config]:
 def checks(config: Config, is_running: bool) -> list[Check]:
     """Run the list for display.
 
-    It omits the packages, which `machine.packages` shows with their versions, and the checks that depend on the model
+    It omits the packages and vLLM, which other checks show with their versions, and the checks that depend on the model
     if the model is not here.
 
     Args:
@@ -127,6 +127,12 @@ def ray(config: Config) -> Iterator[Check]:
     if config.cluster.ray_address:
         preflight.require_ray(config.cluster.ray_address)
         yield Check("ray", "ok", f"answers at {config.cluster.ray_address}")
+
+
+def vllm_engine(config: Config) -> Iterator[Check]:
+    """Check the vLLM of workers that run on this machine and use it. `preflight.vllm_checks` shows more."""
+    if config.engine.runner == "vllm" and not config.cluster.ray_address:
+        yield from vllm.checks(config)
 
 
 def gpus(config: Config) -> Iterator[Check]:

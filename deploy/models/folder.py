@@ -20,12 +20,13 @@ NUM_SAMPLES = 64
 SAMPLE_BYTES = 64 * 1024
 
 
-def check_folder(folder: Path, advice: str = "", *, weights: bool = True) -> None:
+def check_folder(folder: Path, advice: str = "", *, weights: bool = True, by_vllm: bool = False) -> None:
     """Check a model's folder and the completeness of its weights, without reading all of their bytes.
 
     Args:
         advice: fix for damaged weights; empty: the advice for a user's own folder.
         weights: the weights must be there. A router and the controller do not need them.
+        by_vllm: see `require_runnable`.
 
     Raises:
         ModelLoadError: the first fault, with its fix.
@@ -42,7 +43,7 @@ def check_folder(folder: Path, advice: str = "", *, weights: bool = True) -> Non
         raise ModelLoadError(f"The model folder {folder} does not exist.")
     if not (folder / "config.json").is_file():
         raise ModelLoadError(_without_config(folder))
-    require_runnable(folder)
+    require_runnable(folder, by_vllm=by_vllm)
     if weights and MISTRALS_TENSOR in placed_tensors(folder, advice or "copy or download it again"):
         raise ModelLoadError(f"The weights in {folder} {MISTRALS_LAYOUT}.")
     if not (folder / "tokenizer.json").is_file():

@@ -24,11 +24,14 @@ UNWANTED = ["*/*.safetensors", "*/*.json", "consolidated*.safetensors"]
 INDEX = "*.safetensors.index.json"
 
 
-def hub_folder(model_id: str, revision: str, progress: OnModelProgress, *, weights: bool = True) -> Path:
+def hub_folder(
+    model_id: str, revision: str, progress: OnModelProgress, *, weights: bool = True, by_vllm: bool = False
+) -> Path:
     """Return the snapshot folder, whose name is the commit. An empty `revision` is the main branch.
 
     Args:
         weights: download the weights too; otherwise only configuration and tokenizer.
+        by_vllm: see `require_runnable`.
 
     Raises:
         ModelLoadError: no such model, no permission, no space; no hub in reach, and the model is not cached; or, before
@@ -38,7 +41,7 @@ def hub_folder(model_id: str, revision: str, progress: OnModelProgress, *, weigh
     small = _fetched(model_id, revision, progress, SMALL, [*UNWANTED, INDEX])
     if not weights:
         return small
-    require_runnable(small)
+    require_runnable(small, by_vllm=by_vllm)
     return _fetched(model_id, revision, progress, [WEIGHTS, *SMALL], UNWANTED)
 
 

@@ -31,7 +31,12 @@ class ResolvedModel:
 
 
 def resolve(
-    model: ModelConfig, cache_dir: Path, progress: OnModelProgress = ignore_progress, *, weights: bool = True
+    model: ModelConfig,
+    cache_dir: Path,
+    progress: OnModelProgress = ignore_progress,
+    *,
+    weights: bool = True,
+    by_vllm: bool = False,
 ) -> ResolvedModel:
     """Return the folder of `model.path` or `model.id`: a catalogue name, a local folder or a hub id, in this order.
 
@@ -40,6 +45,7 @@ def resolve(
     Args:
         weights: whether they are wanted. Without, only configuration and tokenizer are fetched; a local folder has to
             have them even so, unless `model.revision` says which ones they are.
+        by_vllm: see `require_runnable`.
 
     Raises:
         ModelLoadError: the model cannot be obtained; the message says what to do.
@@ -51,15 +57,15 @@ def resolve(
         weights_path = path.with_name(entry.folder_name)
     elif model.path or is_local(model.id):
         path = Path(model.path or model.id).expanduser().absolute()
-        check_folder(path, weights=weights)
+        check_folder(path, weights=weights, by_vllm=by_vllm)
         revision = model.revision or folder_revision(path)
     elif model.id.count("/") == 1:
         # Imported on use: huggingface_hub takes 0.3 s, and most starts do without it.
         from deploy.models.hub import hub_folder
 
-        path = hub_folder(model.id, model.revision, progress, weights=weights)
+        path = hub_folder(model.id, model.revision, progress, weights=weights, by_vllm=by_vllm)
         advice = "delete what it links to in the hub's cache, and the next start downloads it again"
-        check_folder(path, advice, weights=weights)
+        check_folder(path, advice, weights=weights, by_vllm=by_vllm)
         revision = path.name
     else:
         meant = nearest(model.id, CATALOGUE)
@@ -80,7 +86,8 @@ def with_models(config: Config, progress: OnModelProgress = ignore_progress, *, 
     Raises:
         ModelLoadError: one of them cannot be obtained.
     """
-    model = resolve(config.model, cache_dir(config.cluster), progress, weights=weights)
+    by_vllm = config.engine.runner == "vllm"
+    model = resolve(config.model, cache_dir(config.cluster), progress, weights=weights, by_vllm=by_vllm)
     found = _found(config, model, model.path)
     if not weights:
         return found
@@ -95,7 +102,8 @@ def with_places(config: Config, progress: OnModelProgress = ignore_progress) -> 
     Raises:
         ModelLoadError: what a model is cannot be found out.
     """
-    model = resolve(config.model, cache_dir(config.cluster), progress, weights=False)
+    by_vllm = config.engine.runner == "vllm"
+    model = resolve(config.model, cache_dir(config.cluster), progress, weights=False, by_vllm=by_vllm)
     found = _found(config, model, model.weights_path)
     return _with_draft(
         found, lambda draft: resolve(draft, cache_dir(config.cluster), progress, weights=False).weights_path

@@ -182,7 +182,7 @@ MATRIX: dict[str, Values] = {
     **{name: Values(sets=sets) for name, sets in TOGGLES.items()},
     **{
         f"{file}-{orchestrator}": Values(file, (f"orchestrator={orchestrator}",))
-        for file in ("cpu", "gpu-node", "gpu-cluster")
+        for file in ("cpu", "gpu-node", "vllm-node", "gpu-cluster")
         for orchestrator in ORCHESTRATORS
     },
     "everything-kuberay": Values(
@@ -215,7 +215,7 @@ every_values = pytest.mark.parametrize("values", cases(MATRIX))
 
 def is_shared(values: Values) -> bool:
     """Whether the workers of both pools are in the same pods."""
-    return values.file == "gpu-node" and "worker.perPod=1" not in values.sets
+    return values.file in ("gpu-node", "vllm-node") and "worker.perPod=1" not in values.sets
 
 
 def helm(major: int, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -239,6 +239,41 @@ def test_a_worker_has_a_rank_for_each_of_its_gpus(tmp_path: Path) -> None:
     assert '--resources={"baton_worker": 2}' in two["command"]
 
 
+@pytest.mark.parametrize(
+    ("sets", "num_workers", "gpus"),
+    [
+        ((), 2, 4),
+        (
+            ("worker.gpu.count=1", "worker.perPod=8", "pools.decode.initialReplicas=8", "pools.decode.maxReplicas=8"),
+            8,
+            1,
+        ),
+    ],
+)
+def test_a_machine_whose_workers_compute_with_vllm(
+    sets: tuple[str, ...], num_workers: int, gpus: int, tmp_path: Path
+) -> None:
+    objects = render(Values("vllm-node", sets))
+    container = pod_of(objects, "worker").spec["containers"][0]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert f'--resources={{"baton_worker": {num_workers}}}' in container["command"]
+    config = loaded(objects, container, tmp_path)
+    assert (config.engine.runner, config.engine.vllm_python) == ("vllm", "/usr/bin/python3")
+    assert (config.engine.tensor_parallel, config.cluster.gpus_per_worker) == (gpus, gpus)
+    assert config.router.mode == "aggregated"
+    sizes = {each["metadata"]["name"]: each["spec"]["initialReplicas"] for each in of_kind(objects, "ServingPool")}
+    assert sizes == {"baton-prefill": 0, "baton-decode": num_workers}
+    images = {
+        pod_of(objects, component).spec["containers"][0]["image"] for component in ("worker", "head", "controller")
+    }
+    assert images == {"baton-worker:0.1.0-vllm"}, "Ray wants one Python"
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 1800
+    assert the(objects, "Deployment", "baton-worker")["spec"]["progressDeadlineSeconds"] > 1800
+    (memory,) = (v for v in pod_of(objects, "worker").spec["volumes"] if v["name"] == "shared-memory")
+    assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
+
+
 def test_settings_that_the_schema_offers_are_taken(tmp_path: Path) -> None:
     """All of them at once, at their defaults: Baton then has its own defaults."""
     settings = {

@@ -304,9 +304,10 @@ def test_versions_are_the_package_s() -> None:
     assert chart["appVersion"] == package["version"]
     (ray,) = (pin for pin in (CHART.parents[1] / "constraints.txt").read_text().splitlines() if pin.startswith("ray=="))
     assert f"ray=={yaml.safe_load((CHART / 'values.yaml').read_text())['ray']['version']}" == ray
-    for file in ("gpu-node", "gpu-cluster"):
+    for file, variant in (("gpu-node", "cuda"), ("gpu-cluster", "cuda"), ("vllm-node", "vllm")):
         values = yaml.safe_load((CHART / f"values-{file}.yaml").read_text())
-        assert values["image"]["worker"]["tag"] == f"{package['version']}-cuda"
+        # The digest is that of the image for CPUs in the chart of a release, and would be taken instead of the tag.
+        assert values["image"]["worker"] == {"tag": f"{package['version']}-{variant}", "digest": ""}
 
 
 def test_a_pool_may_differ_from_the_other() -> None:

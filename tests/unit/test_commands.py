@@ -259,11 +259,13 @@ def test_the_readme_is_short_and_every_need_is_named() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 90
     assert {command.needs for command in ALL} <= {
         "",
+        "3 GB of packages from PyPI",
         "Claude Code",
         "a Kubernetes cluster",
         "a Ray cluster and a Redis",
         "a cluster in trouble",
         "an NVIDIA GPU",
+        "an environment with vLLM",
         "docker",
         "docker and a registry",
         "the folder of a model",

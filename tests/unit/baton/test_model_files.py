@@ -185,7 +185,7 @@ def test_each_recommendation_that_changes_an_answer_is_named(name: str, value: o
         ({"model_type": None}, "has no model_type"),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            r"are quantized \(gptq\), which this version does",
+            r"are quantized \(gptq\), which Baton's own engine does not run; .* or vLLM",
         ),
         ({"quantization_config": {"quant_method": "awq"}}, r"are quantized \(awq\)"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, r"are quantized \(bitsandbytes\)"),

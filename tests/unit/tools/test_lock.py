@@ -34,11 +34,24 @@ def unmet(versions: dict[str, str], wanted: list[str]) -> list[str]:
 
 def test_the_locks_are_those_that_the_images_install() -> None:
     assert LOCKS.keys() == {"build", "router", "worker", "torch-cpu", "torch-cu126", "torch-cu129", "torch-cu130"}
-    (python,) = re.findall(r"--python-version=(\S+)", MAKEFILE)
+    (python,) = re.findall(r"^IMAGES_PYTHON := (\S+)$", MAKEFILE, re.MULTILINE)
     for name in ("router", "worker"):
         text = (ROOT / "deploy" / "docker" / f"{name}.Dockerfile").read_text()
         assert f"-r locks/{name}.txt" in text
         assert f"ARG PYTHON={python}-" in text, "`make lock` after a change of Python's version"
+
+
+def test_packages_of_the_image_with_vllm_are_locked_for_its_python() -> None:
+    """Of those that are compiled for one Python there are four files: two processors, two Pythons."""
+    dockerfile = (ROOT / "deploy" / "docker" / "worker-vllm.Dockerfile").read_text()
+    (python,) = re.findall(r"^VLLM_IMAGES_PYTHON := (\d+)\.(\d+)$", MAKEFILE, re.MULTILINE)
+    assert f"({', '.join(python)})" in dockerfile
+    for name in ("worker", "torch-cu130"):
+        assert f"-r locks/{name}.txt" in dockerfile
+    compiled = {
+        pin.partition("==")[0]: len(found) for pin, found in {**LOCKS["worker"], **LOCKS["torch-cu130"]}.items()
+    }
+    assert {compiled[name] for name in ("torch", "triton", "numpy", "ray", "pydantic-core")} == {4}
 
 
 def test_locks_and_constraints_meet_every_requirement_of_pyproject() -> None:

