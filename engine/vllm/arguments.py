@@ -96,3 +96,5 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 """Variables of the host's environment."""
+PREFERRED = {"VLLM_LOGGING_LEVEL": "WARNING"}  # its usual log has lines of ten thousand characters
+"""Variables of the host's environment that the worker's may set otherwise."""

@@ -65,6 +65,7 @@ from engine.vllm.messages import (
     Adopt,
     Allocated,
     Budget,
+    Counts,
     Failed,
     Insert,
     LayerDone,
@@ -159,7 +160,9 @@ class VllmEngine:
         below = [token for token in eos_token_ids if token < ready.vocab_size]
         self._structures = Structures(tokenizer if tokenizer.exists() else None, ready.vocab_size, below)
         self._preparing = Turns(NUM_PREPARING, MAX_PREPARING)
-        self._num_free, self._num_uncomputed, self._num_preempted = ready.num_blocks, 0, 0
+        self._counts = Counts(ready.num_blocks, 0, 0, -1)
+        self._num_sent_tokens = 0
+        """Prompt tokens that vLLM got since its host last counted."""
         self._busy_s, self._num_computed = 0.0, 0
         self._budget = 0
         self._on_event: OnEngineEvent = ignore_event
@@ -176,7 +179,7 @@ class VllmEngine:
 
     @property
     def name(self) -> str:
-        return f"vllm {self._ready.version}"
+        return f"vllm/{self._ready.version}"
 
     @property
     def sampler(self) -> str:
@@ -227,15 +230,17 @@ class VllmEngine:
         """See `ServingEngine.load`. vLLM tells which blocks are free; how many of these are cached is an estimate while
         sequences run.
         """
-        total, free = self._ready.num_blocks, min(self._num_free, self._ready.num_blocks)
+        total, free = self._ready.num_blocks, min(self._counts.num_free, self._ready.num_blocks)
         cached = min(free, max(0, len(self._names) - (total - free)))
         waiting = self._admission.waiting
         return EngineLoad(
             running=len(self._admission.running),
             waiting=len(waiting),
-            queued_tokens=sum(sequence.num_tokens for sequence in waiting) + self._num_uncomputed,
+            queued_tokens=sum(sequence.num_tokens for sequence in waiting)
+            + self._counts.num_uncomputed
+            + self._num_sent_tokens,
             blocks=BlockCounts(total, free - cached, cached, total - free),
-            preemptions=self._admission.num_preemptions + self._num_preempted,
+            preemptions=self._admission.num_preemptions + self._counts.num_preempted,
             costs=self._fit.costs,
             busy_s=self._busy_s,
             computed_tokens=self._num_computed,
@@ -401,7 +406,9 @@ class VllmEngine:
         """Give vLLM what fits, whenever something has changed."""
         while True:
             self._changed.clear()
-            change = self._admission.advance(time.monotonic(), self._fit.costs, self._num_uncomputed)
+            change = self._admission.advance(
+                time.monotonic(), self._fit.costs, self._counts.num_uncomputed + self._num_sent_tokens
+            )
             for sequence, name in change.left:
                 self._by_name.pop(name, None)
                 self._send(Abort(name))
@@ -412,7 +419,7 @@ class VllmEngine:
             for sequence in change.admitted:
                 self._by_name[sequence.name] = sequence
                 if sequence.purpose is not Purpose.RECEIVE:
-                    self._num_uncomputed += sequence.num_tokens
+                    self._num_sent_tokens += sequence.num_tokens
                 self._send(self._added(sequence))
             if change.left:
                 continue  # there may be room for others
@@ -478,7 +485,7 @@ class VllmEngine:
             self._fit.observe(size, stepped.took_s)
             self._busy_s += stepped.took_s
             self._num_computed += num_new
-        self._num_free, self._num_uncomputed, self._num_preempted = stepped.counts
+        self._counts, self._num_sent_tokens = stepped.counts, 0
         for change in self._names.update(stepped.stored, stepped.removed):
             self._on_event(change)
         self._report(stepped.ends, self._spec.num_layers)
@@ -570,11 +577,15 @@ class VllmEngine:
 
     def _note_idleness(self) -> None:
         """Check the accounting, and tell that nothing is held, once each time the last sequence has gone."""
-        if self._was_idle or not self.is_idle or self._num_free < self._ready.num_blocks:
+        if self._was_idle or not self.is_idle or self._counts.num_free < self._ready.num_blocks:
             return
         self._was_idle = True
         try:
             self._admission.check()
+            if (num_named := self._counts.num_named) >= 0 and self._ready.caches_prefixes:
+                assert num_named == len(self._names), (
+                    f"vLLM caches {num_named} blocks, of which {len(self._names)} are known"
+                )
         except AssertionError as error:
             self.self_check = str(error)
             logger.error("self-check failed: %s", error)

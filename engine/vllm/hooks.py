@@ -25,7 +25,7 @@ from vllm import __version__ as version
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.inputs import TokensPrompt
+from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
@@ -181,7 +181,10 @@ class HostedVllm:
     def add(self, asked: Add) -> None:
         """Add a sequence to vLLM's queue. Any error means that vLLM refuses it."""
         params = params_of(asked.sampling)
-        prompt = TokensPrompt(prompt_token_ids=asked.token_ids, cache_salt=asked.salt)
+        token_ids = asked.token_ids
+        if asked.purpose == Purpose.RECEIVE.value and not asked.num_new_tokens:
+            # A mere prefix. vLLM would not look for the last token in its cache, which it computes in any case.
+            token_ids = [*token_ids, 0]
         drawing = Drawing(asked.key, params, asked.choice_index, asked.num_prompt_tokens)
         sampling = SamplingParams(
             temperature=0.0,
@@ -195,9 +198,7 @@ class HostedVllm:
             output_kind=RequestOutputKind.DELTA,
             extra_args=None if is_drawn_by_vllm(params) else {ARGUMENT: drawing},
         )
-        if asked.purpose == Purpose.RECEIVE.value and not asked.num_new_tokens:
-            # A mere prefix. vLLM would not look for the last token in its cache, which it computes in any case.
-            prompt["prompt_token_ids"] = [*asked.token_ids, 0]
+        prompt = tokens_input(token_ids, cache_salt=asked.salt)
         self._ids[asked.key] = request_id = self._llm.add_request(str(asked.key), prompt, sampling)
         self._first[asked.key] = True
         self._is_stuck = False
@@ -306,7 +307,8 @@ class HostedVllm:
         """Return the state of vLLM's scheduler."""
         waiting = sum(request.num_tokens - request.num_computed_tokens for request in self._scheduler.waiting)
         running = sum(request.num_tokens - request.num_computed_tokens for request in self._scheduler.running)
-        return Counts(self._pool.get_num_free_blocks(), waiting + running, self._num_preempted)
+        num_named = len(self._pool.cached_block_hash_to_block) if len(self._groups) == 1 else -1
+        return Counts(self._pool.get_num_free_blocks(), waiting + running, self._num_preempted, num_named)
 
     def close(self) -> None:
         """End vLLM's own processes."""

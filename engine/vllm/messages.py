@@ -214,6 +214,8 @@ class Counts(NamedTuple):
     """Known tokens of its sequences that are not computed."""
     num_preempted: int
     """Preemptions since the start."""
+    num_named: int
+    """Hashes in its prefix cache; -1: those of several groups of layers cannot be told apart."""
 
 
 class Stepped(NamedTuple):

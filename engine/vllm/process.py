@@ -20,7 +20,7 @@ import engine
 from baton import parent
 from baton.config import child_environment
 from baton.errors import ModelLoadError
-from engine.vllm.arguments import ENVIRONMENT
+from engine.vllm.arguments import ENVIRONMENT, PREFERRED
 from engine.vllm.messages import HEAD_BYTES, Channel, Failed, Message, Ready, Start, decoded, encoded, length_of
 
 logger = logging.getLogger(__name__)
@@ -136,6 +136,7 @@ def _environment(folder: Path, start: Start, cache: Path, num_threads: int) -> d
     sampler = (start.arguments["model"], start.eos_token_ids, str(folder / "failures"))
     inherited: Mapping[str, str] = child_environment(os.environ)
     return {
+        **PREFERRED,
         **{name: value for name, value in inherited.items() if name not in DROPPED},
         **ENVIRONMENT,
         "PYTHONPATH": str(links),

@@ -56,7 +56,7 @@ from deploy.models import cache_dir, resolve
 from deploy.processes import FENCED, tied
 from engine.core.loop import EngineLoop
 from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
-from engine.engines import engine_over
+from engine.engines import engine_over, make_engine
 from engine.testing import ArithmeticRunner, image_placeholder_of
 from tests.integration.cluster import Served, free_port
 from tests.support.asking import exposition
@@ -365,7 +365,7 @@ def running_fleet(
         token_ms: what each of its tokens takes besides.
         shares_address: the routers listen on the same ports.
         model_path: folder of the model; None: the default one's.
-        engine: more of its settings.
+        engine: more of its settings; with a `runner`, the workers compute a real model.
     """
     model = resolve(ModelConfig(), cache_dir(load().cluster))
     _PROCESSES.set_forkserver_preload([__name__])
@@ -378,7 +378,7 @@ def running_fleet(
             transfer=transfer,
             index=IndexConfig(redis_url=redis.url, lease_s=lease_s, renew_s=0.3, poll_s=0.2),
             router=router,
-            testing=TestingConfig(arithmetic=True, step_ms=step_ms, token_ms=token_ms, faults=faults),
+            testing=TestingConfig(arithmetic="runner" not in engine, step_ms=step_ms, token_ms=token_ms, faults=faults),
             telemetry=telemetry or TelemetryConfig(),
             cluster=cluster or ClusterConfig(),
         )
@@ -437,4 +437,4 @@ async def _serve(role: Role, worker_id: str, config: Config, progress: Progress)
         runner.progress = progress
         return engine_over(runner, config.engine)
 
-    await serve(config, role, worker_id, "127.0.0.1", make=make)
+    await serve(config, role, worker_id, "127.0.0.1", make=make if config.testing.arithmetic else make_engine)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from engine.core.serving import ServedSequence, ServingEngine
 from engine.engines import make_engine
 from engine.testing import expected_tokens
 from tests.support.event_log import EventLog
+from tests.support.vllm import vllm_python
 from tests.support.waiting import until
 from tests.unit.engine.scripted import ScriptedEngine
 
@@ -104,7 +104,7 @@ def transformers(folder: Path) -> Subject:
 
 def vllm(folder: Path) -> Subject:
     """An unpatched vLLM, in a process and a Python environment of its own."""
-    return _own(folder, "vllm", vllm_python=os.environ["TEST_VLLM_PYTHON"], vllm_args={"enforce_eager": True})
+    return _own(folder, "vllm", vllm_python=vllm_python(), vllm_args={"enforce_eager": True})
 
 
 SUBJECTS: dict[str, Callable[[Path], Subject]] = {

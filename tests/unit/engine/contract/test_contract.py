@@ -34,10 +34,11 @@ from tests.unit.engine.workers import serving, split
 from tests.unit.kvstore.transfer.peers import with_link
 
 PROMPT = [5 + 3 * i % 400 for i in range(100)]
+MARKS = dict.fromkeys(OF_REAL_MODELS, pytest.mark.slow) | {"vllm": pytest.mark.vllm}
 
 
 def params(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow if name in OF_REAL_MODELS else ()) for name in sorted(names)]
+    return [pytest.param(name, marks=MARKS.get(name, ())) for name in sorted(names)]
 
 
 @pytest.fixture(params=params(SUBJECTS))
