@@ -30,6 +30,10 @@ def make_engine(config: Config, cache: Path) -> ServingEngine:
         from engine.testing import arithmetic_runner
 
         return engine_over(arithmetic_runner(config.model, settings, config.testing), settings)
+    if settings.runner == "vllm":
+        from engine.vllm.engine import vllm_engine
+
+        return vllm_engine(config, cache)
     set_aside = config.transfer.gpu_bytes(settings.tensor_parallel)
     return engine_over(make_runner(config.model, settings, cache, set_aside), settings)
 

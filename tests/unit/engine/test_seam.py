@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import dataclasses
 import pickle
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,8 @@ from baton.errors import ConfigError, TransferError, TransferRefused
 from baton.messages import (
     DecodeRequest,
     FirstToken,
-    NewTokens,
     PrefillRequest,
-    SequenceSpec,
     Ticket,
-    Transferred,
 )
 from baton.scores import TokenScores
 from decode_worker.service import DecodeService
@@ -45,7 +41,6 @@ from engine.core.sequence import Purpose, Sequence
 from engine.core.serving import ServingEngine
 from engine.model.kv_cache import KVCache
 from engine.testing import ArithmeticRunner, expected_tokens
-from kvstore.transfer.endpoint import KvEndpoint, WorkerContext
 from kvstore.transfer.protocol.plan import layout_of
 from prefill_worker.service import PrefillService
 from tests.unit.engine.core.test_engine import (
@@ -60,47 +55,11 @@ from tests.unit.engine.core.test_engine import (
 from tests.unit.engine.core.test_engine import make_spec as engine_spec
 from tests.unit.engine.grouped import GroupedRunner
 from tests.unit.engine.scripted import BURSTS, ScriptedEngine
-from tests.unit.kvstore.transfer.peers import CONFIG, engine_worker, local_worker, make_spec, served, with_link
+from tests.unit.engine.workers import SMALL, aggregated, serving, split
+from tests.unit.kvstore.transfer.peers import CONFIG, engine_worker, make_spec
 
 ROOT = Path(__file__).parents[3]
 PROMPT = numbers(5, 100)
-SMALL = with_link("tcp", slot_bytes=1024, span_tokens=16)
-
-
-@contextlib.asynccontextmanager
-async def scripted_worker(engine: ScriptedEngine, name: str) -> AsyncIterator[WorkerContext]:
-    face: ServingEngine = engine
-    kv = KvEndpoint(local_worker(name, 1, engine.caches), face, SMALL)
-    async with served(kv) as (address, _):
-        kv.receiver.kv_address = address
-        try:
-            yield WorkerContext(name, face, kv)
-        finally:
-            await kv.close()
-
-
-async def aggregated(worker: WorkerContext, spec: SequenceSpec) -> list[NewTokens]:
-    calls = DecodeService(worker).decode(DecodeRequest(spec, False), Context())
-    return [message async for message in calls if isinstance(message, NewTokens)]
-
-
-async def split(
-    prefill: WorkerContext, decode: WorkerContext, spec: SequenceSpec, on_ticket: Callable[[Ticket], None] | None = None
-) -> list[int]:
-    """What a router does with two workers. Returns all tokens."""
-    async with contextlib.aclosing(DecodeService(decode).decode(DecodeRequest(spec, True), Context())) as answers:
-        ticket = await anext(answers)
-        assert isinstance(ticket, Ticket)
-        if on_ticket is not None:
-            on_ticket(ticket)
-        computing = PrefillService(prefill).prefill(PrefillRequest(spec, ticket), Context())
-        events = [event async for event in computing]
-        assert [type(event) for event in events] == [FirstToken, Transferred]
-        tokens = [e.token_id for e in events if isinstance(e, FirstToken) and e.token_id is not None]
-        async for message in answers:
-            assert isinstance(message, NewTokens)
-            tokens += message.token_ids
-    return tokens
 
 
 # -- an engine of another make serves in both modes -------------------------------------------------------------------
@@ -108,7 +67,7 @@ async def split(
 
 async def test_an_engine_that_bursts_and_preempts_serves_aggregated() -> None:
     engine = ScriptedEngine()
-    async with asyncio.timeout(20), scripted_worker(engine, "alone") as worker:
+    async with asyncio.timeout(20), serving(engine, "alone") as worker:
         messages = await aggregated(worker, make_spec(PROMPT, 20))
     assert [token for message in messages for token in message.token_ids] == expected_tokens(PROMPT, 20)
     assert {len(message.token_ids) for message in messages} == set(BURSTS) - {0}
@@ -124,8 +83,8 @@ async def test_an_engine_whose_blocks_grow_and_whose_fences_are_its_own_serves_d
     spec = make_spec(PROMPT, 20)
     async with (
         asyncio.timeout(20),
-        scripted_worker(engines[0], "prefill") as prefill,
-        scripted_worker(engines[1], "decode") as decode,
+        serving(engines[0], "prefill") as prefill,
+        serving(engines[1], "decode") as decode,
         engine_worker("ours", ArithmeticRunner(64), SMALL) as ours,
     ):
         workers = {"scripted to ours": (prefill, ours.context), "ours to scripted": (ours.context, decode)}
@@ -151,8 +110,8 @@ async def test_groups_of_unlike_blocks_one_of_them_opaque_serve_disaggregated(
     spec = make_spec(PROMPT, 20)
     async with (
         asyncio.timeout(20),
-        scripted_worker(engines[0], "prefill") as prefill,
-        scripted_worker(engines[1], "decode") as decode,
+        serving(engines[0], "prefill") as prefill,
+        serving(engines[1], "decode") as decode,
         engine_worker("ours", runners[0 if ours_first else 1], SMALL) as ours,
     ):
         workers = {"scripted to ours": (prefill, ours.context), "ours to scripted": (ours.context, decode)}
@@ -185,8 +144,8 @@ async def test_a_prefix_of_unlike_groups_is_pulled_in_blocks_that_are_whole_in_a
 async def test_opaque_blocks_of_another_kind_are_refused_by_name() -> None:
     async with (
         asyncio.timeout(20),
-        scripted_worker(ScriptedEngine(runner=GroupedRunner(tag="vendor/1")), "prefill") as prefill,
-        scripted_worker(ScriptedEngine(runner=GroupedRunner(tag="vendor/2")), "decode") as decode,
+        serving(ScriptedEngine(runner=GroupedRunner(tag="vendor/1")), "prefill") as prefill,
+        serving(ScriptedEngine(runner=GroupedRunner(tag="vendor/2")), "decode") as decode,
     ):
         with pytest.raises(TransferRefused, match="page order opaque vendor/1 at the source and opaque vendor/2 at"):
             await split(prefill, decode, make_spec(PROMPT, 4))
@@ -196,8 +155,8 @@ async def test_a_prompt_that_is_preempted_while_it_is_transferred_fails_this_kv_
     engine = ScriptedEngine()
     async with (
         asyncio.timeout(20),
-        scripted_worker(engine, "prefill") as prefill,
-        scripted_worker(ScriptedEngine(), "decode") as decode,
+        serving(engine, "prefill") as prefill,
+        serving(ScriptedEngine(), "decode") as decode,
     ):
         spec = make_spec(PROMPT, 4)
         async with contextlib.aclosing(DecodeService(decode).decode(DecodeRequest(spec, True), Context())) as answers:
@@ -262,8 +221,8 @@ async def test_a_kv_transfer_needs_neither_the_last_tokens_kv_nor_a_first_token(
     spec = make_spec(prompt, 8)
     async with (
         asyncio.timeout(20),
-        scripted_worker(sender, "prefill") as prefill,
-        scripted_worker(receiver, "decode") as decode,
+        serving(sender, "prefill") as prefill,
+        serving(receiver, "decode") as decode,
         engine_worker("ours", ArithmeticRunner(64), SMALL) as ours,
     ):
         worker = ours.context if decoding == "ours" else decode

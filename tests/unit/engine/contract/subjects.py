@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -100,21 +102,27 @@ def transformers(folder: Path) -> Subject:
     return _own(folder, "transformers")
 
 
+def vllm(folder: Path) -> Subject:
+    """An unpatched vLLM, in a process and a Python environment of its own."""
+    return _own(folder, "vllm", vllm_python=os.environ["TEST_VLLM_PYTHON"], vllm_args={"enforce_eager": True})
+
+
 SUBJECTS: dict[str, Callable[[Path], Subject]] = {
-    each.__name__: each for each in (arithmetic, scripted, native, transformers)
+    each.__name__: each for each in (arithmetic, scripted, native, transformers, vllm)
 }
-OF_REAL_MODELS = {"native", "transformers"}
+OF_REAL_MODELS = {"native", "transformers", "vllm"}
 """Engines whose models have probabilities, so that seeds matter. They take seconds to load."""
+CACHES_NOTHING = {"scripted"}
 STARTS_AT_ONCE = {"scripted"}
 """Engines that have no queue."""
 
 
-def _own(folder: Path, runner: str) -> Subject:
+def _own(folder: Path, runner: str, **settings: Any) -> Subject:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     tokens = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.25}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **tokens)).eval()
@@ -127,6 +135,7 @@ def _own(folder: Path, runner: str) -> Subject:
             max_num_seqs=SETTINGS.max_num_seqs,
             max_num_batched_tokens=SETTINGS.max_num_batched_tokens,
             max_waiting=SETTINGS.max_waiting,
+            **settings,
         ),
     )
 

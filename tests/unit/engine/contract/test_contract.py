@@ -9,16 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.context import Context
 
 from baton.errors import DeviceLost, InvalidRequest, Overloaded, WorkerDraining
-from baton.messages import SequenceSpec
+from baton.messages import DecodeRequest, FirstToken, NewTokens, PrefillRequest, PrefixSource, SequenceSpec, Ticket
 from baton.sampling import FinishReason
+from decode_worker.service import DecodeService
 from engine.core.block_pool import Stored
 from engine.core.outputs import Admitted, Generated, KvProgress, Reserved
 from engine.core.sequence import Purpose
+from prefill_worker.service import PrefillService
 from tests.support.builders import sequence_spec
 from tests.support.waiting import until
-from tests.unit.engine.contract.subjects import OF_REAL_MODELS, SOON_S, STARTS_AT_ONCE, SUBJECTS, Subject, read
+from tests.unit.engine.contract.subjects import (
+    CACHES_NOTHING,
+    OF_REAL_MODELS,
+    SOON_S,
+    STARTS_AT_ONCE,
+    SUBJECTS,
+    Subject,
+    read,
+)
+from tests.unit.engine.workers import serving, split
+from tests.unit.kvstore.transfer.peers import with_link
 
 PROMPT = [5 + 3 * i % 400 for i in range(100)]
 
@@ -119,7 +132,9 @@ async def test_the_index_gets_what_the_engine_has(subject: Subject) -> None:
                 known.remove(change.key)
         assert known == set(engine.keys())
         spec = spec_of([14, *PROMPT], 4)
-        assert not engine.keys() or set(spec.block_keys(spec.token_ids)) <= known, "the last prompt is still there"
+        assert not engine.keys() or set(spec.block_keys(spec.token_ids, block_size=engine.spec.block_size)) <= known, (
+            "the last prompt is still there"
+        )
 
 
 async def test_a_cached_prefix_is_used_by_its_own_tenant_alone(subject: Subject) -> None:
@@ -205,6 +220,51 @@ async def test_a_prompt_computed_for_another_worker_reports_its_kv(subject: Subj
     assert told[-1][:2] == (len(PROMPT), engine.spec.num_layers)
     ends = [progress.num_tokens for progress in told if progress.num_layers == engine.spec.num_layers]
     assert ends == sorted(ends)
+
+
+@pytest.mark.parametrize("subject", params(SUBJECTS.keys() - CACHES_NOTHING), indirect=True)
+async def test_kv_goes_to_another_worker_which_continues_and_pulls_prefixes(
+    subject: Subject, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Between two engines of one make: greedy, drawn, cached in part, of one block, left half-way, and pulled."""
+    name = request.node.callspec.params["subject"]
+    (tmp_path / "other").mkdir()
+    other = SUBJECTS[name](tmp_path / "other")
+    drawn: dict[str, Any] = {"temperature": 0.9, "seed": 5} if name in OF_REAL_MODELS else {}
+    specs = [
+        spec_of(PROMPT, 12, "greedy"),
+        spec_of(PROMPT[:70] + PROMPT[:20], 12, "starts alike"),
+        spec_of(PROMPT[3:10], 12, "short", **drawn),
+        spec_of(PROMPT[1:], 12, "drawn", **drawn),
+        spec_of(PROMPT[2:], 1, "one token"),
+    ]
+    transfer = with_link("tcp", slot_bytes=1 << 18, span_tokens=32)
+    async with (
+        subject.running(),
+        other.running(),
+        serving(subject.engine, "here", transfer) as here,
+        serving(other.engine, "there", transfer) as there,
+    ):
+        alone = [(await subject.answer(spec))[0] for spec in specs]
+        async with asyncio.timeout(2 * SOON_S):
+            assert await asyncio.gather(*(split(here, there, spec) for spec in specs[:-1])) == alone[:-1]
+            only = PrefillService(here).prefill(PrefillRequest(specs[-1], None), Context())
+            assert [event.token_id async for event in only if isinstance(event, FirstToken)] == alone[-1]
+            calls = DecodeService(there).decode(DecodeRequest(specs[0], True), Context())
+            async with contextlib.aclosing(calls) as left:
+                assert isinstance(await anext(left), Ticket)  # its KV never comes
+            pulled = spec_of([400, *PROMPT], 6, "pulled")
+            await subject.answer(pulled)
+            block_size = subject.engine.spec.block_size
+            num_tokens = len(pulled.token_ids) // block_size * block_size
+            source = PrefixSource(
+                worker_id="here", address=here.kv.receiver.kv_address, num_tokens=num_tokens, incarnation="here.1"
+            )
+            call = DecodeService(there).decode(DecodeRequest(pulled, False, source), Context())
+            messages = [each async for each in call if isinstance(each, NewTokens)]
+    assert [token for message in messages for token in message.token_ids] == subject.expected(pulled.token_ids, 6)
+    report = next(message.report for message in messages if message.report)
+    assert report.num_pulled_tokens == report.num_cached_tokens == num_tokens
 
 
 async def test_blocks_are_reserved_before_kv_arrives_and_freed_if_it_never_does(subject: Subject) -> None:

@@ -1,0 +1,312 @@
+"""Which sequences vLLM gets, and the KV blocks that are reserved for them. Pure: no clock, no process.
+
+vLLM has a queue and a pool of its own, and preempts sequences when the pool is full. Here a sequence goes to vLLM only
+once blocks are reserved for it, so vLLM always finds free ones. Sequences wait here, not there, in the order of
+`urgency`, so a later one with an earlier deadline overtakes.
+
+A reservation covers the prompt and the start of the answer (`engine.output_reservation`), and grows before the answer
+reaches its end. If it cannot grow, the least urgent sequence leaves vLLM, waits here again, and continues from its
+tokens; vLLM's prefix cache may still have its KV.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from baton.blocks import num_blocks_for
+from baton.costs import ITL_TARGET, LEAST_SHARE, PRIOR, StepCosts
+from baton.messages import SequenceSpec
+from engine.core.sequence import Purpose
+from engine.vllm.messages import Group
+
+LEAST_STEP = 0.5
+"""Minimum share of the ITL objective that a step may take; see `engine.core.scheduler`."""
+MARGIN = 16
+"""Tokens before the end of a reservation at which it grows. vLLM may be some steps ahead of what its host has told."""
+STEPS_AHEAD = 2
+"""Steps whose prompt tokens vLLM may have in its queue: the running one, and the next."""
+_KEYS = itertools.count()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Hosted:
+    """A sequence of this engine."""
+
+    spec: SequenceSpec
+    purpose: Purpose
+    """GENERATE also for a RECEIVE sequence from the arrival of its KV on."""
+    arrival_s: float
+    most_tokens: int
+    """Tokens of its prompt and its whole answer, limited by the model's maximum length."""
+    token_ids: list[int] = field(init=False)
+    """All known tokens."""
+    key: int = field(default_factory=_KEYS.__next__)
+    """Its name within this process. vLLM gets another name each time."""
+    name: int = -1
+    """Its present name in vLLM; -1: vLLM does not have it."""
+    num_reserved_tokens: int = 0
+    """Tokens for which blocks are reserved; 0: vLLM does not have it."""
+    was_admitted: bool = False
+    scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+    """Time of the first token that was generated here; 0: there is none."""
+    blocked_s: float = 0.0
+    """Time before the admission during which the head of the queue lacked room."""
+    num_cached_tokens: int = 0
+    block_ids: tuple[int, ...] = ()
+    """Its blocks in vLLM, as far as other workers read or write them."""
+    num_computed_tokens: int = 0
+    """Tokens whose KV is there in all layers, of a sequence that is computed for another worker."""
+    num_inserted_tokens: int = 0
+    """Tokens whose KV has arrived from another worker."""
+    num_skipped_tokens: int = 0
+    """Tokens that vLLM will report although they are known: the first one, drawn by another worker."""
+    num_pins: int = 0
+    has_left: bool = False
+    """True if its context was left; pins may still hold its blocks."""
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.spec.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Number of tokens that were generated on this worker."""
+        return len(self.token_ids) - len(self.spec.token_ids)
+
+    @property
+    def awaits_step(self) -> bool:
+        """True if vLLM has to compute something for it."""
+        return self.purpose is Purpose.GENERATE or (self.purpose is Purpose.PREFILL and not self.first_token_s)
+
+    @property
+    def is_held(self) -> bool:
+        """True if other workers read or write its blocks, so that it cannot leave vLLM."""
+        return self.purpose is not Purpose.GENERATE or self.num_pins > 0
+
+    @property
+    def deadline_s(self) -> float:
+        """Time at which the first token is due, on the clock of `arrival_s`."""
+        return self.arrival_s + self.spec.ttft_s
+
+
+class Change(NamedTuple):
+    """Result of `Admission.advance`."""
+
+    left: list[tuple[Hosted, int]]
+    """Sequences that must leave vLLM, with their names there."""
+    admitted: list[Hosted]
+    """Sequences that vLLM gets."""
+    num_prompt_tokens: int
+    """Prompt tokens that a step may compute from now on."""
+
+
+class Admission:
+    """Queue and reservations of one engine.
+
+    Args:
+        groups: groups of vLLM's layers, whose blocks come from one pool.
+        num_blocks: blocks of the pool.
+        max_num_seqs: maximum number of sequences that vLLM has.
+        max_step_tokens: maximum number of tokens of a step.
+        output_reservation: tokens of an answer that are reserved at a time.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        num_blocks: int,
+        *,
+        max_num_seqs: int,
+        max_step_tokens: int,
+        output_reservation: int,
+    ) -> None:
+        self.waiting: list[Hosted] = []
+        self.running: list[Hosted] = []
+        self.num_preemptions = 0
+        self._groups = groups
+        self._num_blocks = num_blocks
+        self._max_num_seqs = max_num_seqs
+        self._max_step_tokens = max_step_tokens
+        self._output_reservation = output_reservation
+        self._names = itertools.count()
+        self._num_reserved = 0
+        self._num_pinned = 0
+        self._full_since_s: float | None = None
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that are reserved for no sequence, and not pinned."""
+        return self._num_blocks - self._num_reserved - self._num_pinned
+
+    def pin(self, num_blocks: int) -> None:
+        """Count cached blocks that are pinned, or with a negative number unpinned."""
+        self._num_pinned += num_blocks
+
+    def longest(self, max_model_len: int) -> int:
+        """Return the longest sequence that fits into the pool, at most `max_model_len` tokens."""
+        least, most = 0, max_model_len
+        while least < most:
+            middle = (least + most + 1) // 2
+            least, most = (middle, most) if self._blocks_of(middle) <= self._num_blocks else (least, middle - 1)
+        return least
+
+    def add(self, sequence: Hosted) -> None:
+        """Queue a sequence."""
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Hosted) -> int:
+        """Forget a sequence. Return its name in vLLM, which must end it; -1: vLLM does not have it."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence.name < 0:
+            return -1
+        return self._take_back(sequence)
+
+    def advance(self, now: float, costs: StepCosts = PRIOR, num_uncomputed: int = 0) -> Change:
+        """Grow the reservations and admit what fits.
+
+        Args:
+            costs: step costs as measured so far.
+            num_uncomputed: tokens that vLLM has not computed yet.
+        """
+        left: list[tuple[Hosted, int]] = []
+        for sequence in sorted(self.running, key=_rank):
+            if sequence.name >= 0:
+                left += self._grow(sequence)
+        if self._full_since_s is not None:
+            for sequence in self.waiting:
+                if not sequence.was_admitted:
+                    sequence.blocked_s += now - max(self._full_since_s, sequence.arrival_s)
+            self._full_since_s = None
+        admitted = [] if left else self._admit(now, costs, num_uncomputed)
+        return Change(left, admitted, self._prompt_tokens(now, costs))
+
+    def _grow(self, sequence: Hosted) -> list[tuple[Hosted, int]]:
+        """Extend a reservation whose end is near. Return the sequences that had to leave for it."""
+        left: list[tuple[Hosted, int]] = []
+        reserved = sequence.num_reserved_tokens
+        if sequence.is_held or reserved >= sequence.most_tokens or sequence.num_tokens + MARGIN <= reserved:
+            return left
+        while True:
+            for wanted in (sequence.num_tokens + self._output_reservation, sequence.num_tokens + 2 * MARGIN):
+                wanted = min(sequence.most_tokens, max(wanted, reserved + MARGIN))
+                more = self._blocks_of(wanted) - self._blocks_of(reserved)
+                if more <= self.num_free:
+                    self._num_reserved += more
+                    sequence.num_reserved_tokens = wanted
+                    return left
+            last = max((each for each in self.running if not each.is_held), key=_rank)
+            left.append((last, self._take_back(last)))
+            self.waiting.append(last)
+            self.num_preemptions += 1
+            if last is sequence:
+                return left
+
+    def _admit(self, now: float, costs: StepCosts, num_uncomputed: int) -> list[Hosted]:
+        admitted: list[Hosted] = []
+        if not self.waiting:
+            return admitted
+        self.waiting.sort(key=lambda sequence: urgency(sequence, now, costs, self._max_step_tokens))
+        room = STEPS_AHEAD * self._max_step_tokens - num_uncomputed
+        while self.waiting and len(self.running) < self._max_num_seqs:
+            sequence = self.waiting[0]
+            if room <= 0 and sequence.purpose is not Purpose.RECEIVE:
+                break
+            wanted = min(sequence.most_tokens, sequence.num_tokens + self._output_reservation)
+            needed = self._blocks_of(wanted)
+            if needed > self.num_free:
+                self._full_since_s = now
+                break  # no other sequence overtakes the first that waits
+            del self.waiting[0]
+            self.running.append(sequence)
+            self._num_reserved += needed
+            sequence.num_reserved_tokens = wanted
+            sequence.name = next(self._names)
+            if not sequence.was_admitted:
+                sequence.was_admitted, sequence.scheduled_s = True, now
+            room -= sequence.num_tokens if sequence.purpose is not Purpose.RECEIVE else 0
+            admitted.append(sequence)
+        return admitted
+
+    def _take_back(self, sequence: Hosted) -> int:
+        self.running.remove(sequence)
+        self._num_reserved -= self._blocks_of(sequence.num_reserved_tokens)
+        name, sequence.name, sequence.num_reserved_tokens = sequence.name, -1, 0
+        return name
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        return blocks_of(self._groups, num_tokens, self._max_step_tokens)
+
+    def _prompt_tokens(self, now: float, costs: StepCosts) -> int:
+        """Return how many prompt tokens a step may compute, so that the decoding sequences keep their objectives."""
+        decoding = [sequence for sequence in self.running if sequence.first_token_s and not sequence.is_held]
+        step_s, context = math.inf, 0
+        for sequence in decoding:
+            context += sequence.num_tokens
+            if (itl_s := sequence.spec.itl_s) < math.inf:
+                due_s = sequence.first_token_s + ITL_TARGET * itl_s * sequence.num_generated_tokens
+                step_s = min(step_s, max(due_s - now, LEAST_STEP * itl_s))
+        if step_s == math.inf:
+            return self._max_step_tokens
+        room_s = costs.computing_room_s(step_s, len(decoding), context)
+        prompts = [sequence.num_tokens for sequence in self.running if not sequence.first_token_s]
+        context_tokens = max(prompts, default=0) // 2
+        within = costs.tokens_within(room_s, context_tokens, self._max_step_tokens)
+        return max(within, self._max_step_tokens // LEAST_SHARE, 1)
+
+    def check(self) -> None:
+        """Assert that the reservations are those of the sequences that vLLM has."""
+        reserved = sum(self._blocks_of(sequence.num_reserved_tokens) for sequence in self.running)
+        assert reserved == self._num_reserved, f"{self._num_reserved} blocks of {reserved} are reserved"
+        assert self.num_free >= 0, f"{-self.num_free} blocks too many are reserved"
+        assert all(sequence.name >= 0 for sequence in self.running), "a running sequence has no name"
+        assert all(sequence.name < 0 for sequence in self.waiting), "a waiting sequence has a name"
+
+
+def blocks_of(groups: Iterable[Group], num_tokens: int, max_step_tokens: int) -> int:
+    """Return the maximum number of blocks that a sequence of this length holds, of all groups together.
+
+    A group of layers with a window keeps the blocks of the window and of the tokens that a step adds, and one that
+    keeps a state one block, and a second one while a step writes it. Of any other kind it keeps all.
+    """
+    if not num_tokens:
+        return 0
+    total = 0
+    for group in groups:
+        whole = num_blocks_for(num_tokens, group.block_size)
+        match group.kind:
+            case "window":
+                total += min(whole, num_blocks_for(group.window + max_step_tokens, group.block_size) + 1)
+            case "state":
+                total += 2
+            case _:
+                total += whole
+    return total
+
+
+def urgency(sequence: Hosted, now: float, costs: StepCosts, chunk: int) -> tuple[int, bool, float, float]:
+    """Return the sort key, least first, as `engine.core.scheduler.urgency` does for Baton's own engine.
+
+    Args:
+        chunk: prompt tokens in a step.
+    """
+    spec = sequence.spec
+    if sequence.num_tokens > spec.num_prompt_tokens:
+        return -spec.priority, False, -math.inf, sequence.arrival_s
+    spare_s = sequence.deadline_s - now
+    needed_s = 0.0 if sequence.purpose is Purpose.RECEIVE else costs.prefill_s(sequence.num_tokens, 0, chunk)
+    is_late = spare_s < math.inf and needed_s > spare_s
+    return -spec.priority, is_late, sequence.deadline_s, sequence.arrival_s
+
+
+def _rank(sequence: Hosted) -> tuple[int, float]:
+    """Return the sort key of sequences that run: those with the highest keep nothing if there is no room."""
+    return -sequence.spec.priority, sequence.arrival_s

@@ -1,0 +1,53 @@
+"""Block keys of the blocks in vLLM's prefix cache. Pure.
+
+vLLM names a block by a hash of its own. Its events tell the tokens of each block, the block before it, and the salt of
+a first block, which is the seed of Baton's key chain. So each block's key follows from the key of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from baton.blocks import block_keys
+from engine.core.block_pool import BlockChange, Removed, Stored
+from engine.vllm.messages import StoredBlock
+
+
+class BlockNames:
+    """Baton's keys of vLLM's cached blocks.
+
+    A block whose chain is not known whole has no key: vLLM may have evicted the block before it, and a prompt that
+    needs the block would not find it either.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[str, bytes] = {}
+        self._names: dict[bytes, str] = {}
+
+    def keys(self) -> list[bytes]:
+        """Return the keys of all cached blocks."""
+        return list(self._keys.values())
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def name_of(self, key: bytes) -> str | None:
+        """Return vLLM's hash of a cached block; None: it is not cached."""
+        return self._names.get(key)
+
+    def update(self, stored: Iterable[StoredBlock], removed: Iterable[str]) -> list[BlockChange]:
+        """Record a step's changes. Return them with Baton's keys, in order."""
+        changes: list[BlockChange] = []
+        for block in stored:
+            if block.name in self._keys:
+                continue
+            seed = self._keys.get(block.before) if block.before else bytes.fromhex(block.salt)
+            if seed is None:
+                continue
+            self._keys[block.name] = key = block_keys(seed, block.token_ids, len(block.token_ids))[0]
+            self._names[key] = block.name
+            changes.append(Stored(key))
+        gone = [self._keys.pop(name) for name in removed if name in self._keys]
+        for key in gone:
+            del self._names[key]
+        return changes + [Removed(key) for key in gone]

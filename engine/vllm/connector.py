@@ -1,0 +1,163 @@
+"""Baton's KV connector for vLLM: blocks that leave for other workers, and blocks that arrive from them.
+
+vLLM makes two objects of this class in the host, one in its scheduler and one beside the model. The host calls both
+from the thread that executes steps. Nothing is copied here: the cache lies in memory that the worker maps as well, and
+the worker's KV transfer reads and writes it (`shared_cache`).
+
+    PREFILL   a sequence with one new token; its blocks stay when it has finished, until the host releases them
+    RECEIVE   vLLM allocates blocks for a prompt and waits; once the KV is there it computes the last prompt token again
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from engine.vllm.messages import Allocated, KvMemory, LayerDone, Message
+
+DESCRIPTOR = "descriptor"
+"""Key of the connector's settings: descriptor of the memory that the worker maps."""
+
+
+@dataclass
+class StepEnds(KVConnectorMetadata):
+    """What the next step computes for other workers: by key, the number of tokens that are computed after it."""
+
+    ends: dict[int, int] = field(default_factory=dict)
+
+
+class BatonConnector(KVConnectorBase_V1, SupportsHMA):
+    """Both halves of the connector.
+
+    Attributes:
+        tell: takes messages to the worker, also within a step.
+        prefilled: keys of the PREFILL sequences, by vLLM's request id, until they are released.
+        received: keys of the RECEIVE sequences that have no blocks yet, by vLLM's request id.
+        ends: see `StepEnds`; of the last step that was scheduled.
+        arrived: requests whose KV has arrived only in part.
+        missing: blocks of these requests that have not arrived.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.tell: Callable[[Message], None] = _ignore
+        self.prefilled: dict[str, int] = {}
+        self.received: dict[str, int] = {}
+        self.ends: dict[int, int] = {}
+        self.arrived: set[str] = set()
+        self.missing: set[int] = set()
+        self.memory: KvMemory | None = None
+        """Description of the cache in the shared memory; None: it cannot be shared."""
+        self._tables: dict[int, list[int]] = {}
+        self._layers: dict[str, int] = {}
+        self._map: mmap.mmap | None = None
+        self._descriptor: int = vllm_config.kv_transfer_config.kv_connector_extra_config[DESCRIPTOR]
+
+    # -- in the scheduler ----------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return how many tokens arrive from another worker; asked again in each step until blocks are allocated."""
+        is_received = request.request_id in self.received
+        return (request.num_tokens - num_computed_tokens, True) if is_received else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Tell the blocks of a RECEIVE sequence."""
+        if num_external_tokens and (key := self.received.pop(request.request_id, None)) is not None:
+            num_cached = request.num_tokens - num_external_tokens
+            self.tell(Allocated(key, list(blocks.get_block_ids()[0]), num_cached))
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepEnds:
+        """Tell the blocks of PREFILL sequences, and note how far the step computes them."""
+        scheduled, self.ends = scheduler_output.num_scheduled_tokens, {}
+        if not self.prefilled:
+            return StepEnds()
+        for new in scheduler_output.scheduled_new_reqs:
+            if (key := self.prefilled.get(new.req_id)) is not None:
+                self._tables[key] = list(new.block_ids[0])
+                self.ends[key] = new.num_computed_tokens + scheduled[new.req_id]
+                self.tell(Allocated(key, self._tables[key], new.num_computed_tokens))
+        cached = scheduler_output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            if (key := self.prefilled.get(request_id)) is None:
+                continue
+            self.ends[key] = cached.num_computed_tokens[index] + scheduled[request_id]
+            if more := cached.new_block_ids[index]:
+                self._tables[key] += more[0]
+                self.tell(Allocated(key, self._tables[key], -1))
+        return StepEnds(self.ends)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """Return whether the blocks stay: those of a PREFILL sequence do, until `forget`."""
+        return request.request_id in self.prefilled, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
+        """Do what `request_finished` does, for models with several groups of layers."""
+        return request.request_id in self.prefilled, None
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is known of a request."""
+        self.received.pop(request_id, None)
+        if (key := self.prefilled.pop(request_id, None)) is not None:
+            self._tables.pop(key, None)
+
+    # -- beside the model ----------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Put the cache into the shared memory, if it is one buffer of rows: see `KvMemory`."""
+        tensors = list(kv_caches.values())
+        self._layers = {name: index for index, name in enumerate(kv_caches)}
+        storage = tensors[0].untyped_storage()
+        num_blocks, row_numel = tensors[0].shape[0], tensors[0][0].numel()
+        for index, tensor in enumerate(tensors):
+            is_like_first = tensor.shape == tensors[0].shape and tensor.dtype is tensors[0].dtype
+            is_there = tensor.storage_offset() == index * num_blocks * row_numel
+            is_in_first = tensor.untyped_storage().data_ptr() == storage.data_ptr()
+            if not (is_like_first and is_there and is_in_first and tensor.is_contiguous()):
+                return
+        os.ftruncate(self._descriptor, storage.nbytes())
+        self._map = mmap.mmap(self._descriptor, storage.nbytes())
+        shared = torch.frombuffer(self._map, dtype=torch.int8).untyped_storage()
+        for tensor in tensors:
+            tensor.set_(shared, tensor.storage_offset(), tensor.shape, tensor.stride())
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        self.memory = KvMemory(len(tensors), num_blocks, row_numel, dtype, [])
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        """Tell that a layer's KV is there. The last layer is told with the end of the step."""
+        ends = self._get_connector_metadata().ends
+        if ends and (index := self._layers[layer_name] + 1) < len(self._layers):
+            self.tell(LayerDone(index, list(ends.items())))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
+        """Return the requests whose KV has arrived in part; see `get_block_ids_with_load_errors`."""
+        arrived, self.arrived = self.arrived, set()
+        return None, arrived or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that have not arrived: vLLM computes their tokens, and those after them."""
+        missing, self.missing = self.missing, set()
+        return missing
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        """Do nothing: KV arrives outside of steps."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing: held blocks are read after the step."""
+
+
+def _ignore(message: Message) -> None:
+    """Do nothing."""

@@ -1,0 +1,88 @@
+"""What a `VllmEngine` gives its callers: handles of sequences, pins and scores."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from baton.errors import BatonError
+from baton.scores import NO_SCORES, TokenScores
+from engine.core.outputs import OnProgress, Output, Pin
+from engine.vllm.admission import Hosted
+
+if TYPE_CHECKING:
+    from engine.vllm.engine import VllmEngine
+
+
+class PinnedBlocks:
+    """Blocks that vLLM keeps for readers.
+
+    Args:
+        sequence: the sequence whose blocks they are; None: they are a cached prefix, which the host must look up.
+    """
+
+    def __init__(self, sequence: Hosted | None = None) -> None:
+        self.sequence = sequence
+        self.block_ids: list[int] = []
+        self.num_taken = 0
+        """Blocks that were in use by no sequence."""
+        self.is_unwanted = False
+        """True if nobody waits for them any more."""
+        self.is_known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class VllmSequence:
+    """A sequence of a `VllmEngine` (`serving.ServedSequence`)."""
+
+    def __init__(self, engine: VllmEngine, sequence: Hosted, queue: asyncio.Queue[Output | BatonError]) -> None:
+        self._engine = engine
+        self._sequence = sequence
+        self._queue = queue
+
+    async def next(self) -> Output:
+        """See `ServedSequence.next`."""
+        output = await self._queue.get()
+        if isinstance(output, BatonError):
+            raise output
+        return output
+
+    def take_ready(self) -> list[Output]:
+        """See `ServedSequence.take_ready`."""
+        ready: list[Output] = []
+        while not self._queue.empty():
+            output = self._queue.get_nowait()
+            if isinstance(output, BatonError):
+                self._queue.put_nowait(output)  # the last one; `next` raises it
+                break
+            ready.append(output)
+        return ready
+
+    async def pin(self) -> Pin:
+        """See `ServedSequence.pin`."""
+        return self._engine.pin(self._sequence)
+
+    def watch(self, on_progress: OnProgress) -> None:
+        """See `ServedSequence.watch`."""
+        self._engine.watch(self._sequence, on_progress)
+
+    def insert(self, first_token: int | None, num_tokens: int | None = None) -> None:
+        """See `ServedSequence.insert`."""
+        self._engine.insert(self._sequence, first_token, num_tokens)
+
+    def adopt(self, num_tokens: int) -> None:
+        """See `ServedSequence.adopt`."""
+        self._engine.adopt(self._sequence, num_tokens)
+
+
+def scores_of(found: Sequence[Sequence[tuple[int, float]]], num_top: int) -> TokenScores:
+    """Return the scores of tokens.
+
+    Args:
+        found: for each token itself and other tokens, best first, with their log probabilities.
+        num_top: number of others that were asked for.
+    """
+    if not found:
+        return NO_SCORES
+    tops = [each for token in found for each in token[1 : 1 + num_top]]
+    return TokenScores([token[0][1] for token in found], [each for each, _ in tops], [value for _, value in tops])

@@ -1,0 +1,456 @@
+"""An in-process engine of vLLM, and everything that Baton does to its insides.
+
+Public parts of vLLM are used where there are any: `LLMEngine`, its arguments, and the interface of logits processors.
+These parts are not public, and may differ in a version that Baton does not know (`versions.SUPPORTED`):
+
+    scheduler.kv_event_publisher         replaced, so that block events stay in the process
+    scheduler.schedule                   wrapped, to learn what a step computes
+    scheduler.max_num_scheduled_tokens   set, so that a step takes no longer than its sequences' objectives allow
+    kv_cache_manager                     asked for events and cached blocks; received blocks are cached by it
+    block_pool                           asked which blocks are free or cached; pins are references on its blocks
+    scheduler._update_from_kv_xfer_finished   called, so that arrived and released KV needs no step to be noticed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm import __version__ as version
+from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.inputs import TokensPrompt
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from engine.core.sequence import Purpose
+from engine.vllm.connector import DESCRIPTOR, BatonConnector
+from engine.vllm.messages import (
+    Add,
+    Adopt,
+    Allocated,
+    Counts,
+    Failed,
+    Group,
+    Insert,
+    KvMemory,
+    Message,
+    Pinned,
+    PinPrefix,
+    Progress,
+    Ready,
+    Start,
+    Stepped,
+    StoredBlock,
+    params_of,
+)
+from engine.vllm.sampling import ARGUMENT, BatonSampler, Drawing, is_drawn_by_vllm, structures_of
+from engine.vllm.versions import require_supported
+
+MAX_LOGPROBS = 20
+"""See `baton.sampling`."""
+_NO_FAILURE = BlockingIOError, FileNotFoundError
+
+
+class HostedVllm:
+    """vLLM's engine, with Baton's sampler. All methods are called by one thread.
+
+    Args:
+        start: how to build it.
+        failures: socket on which the sampler reports sequences that it cannot draw.
+        memory: descriptor of the empty memory in which the KV cache lies if other workers can have its KV.
+        tell: takes messages to the worker, also within a step.
+
+    Raises:
+        ModelLoadError: this version of vLLM is not supported.
+        Exception: of any kind, from vLLM.
+    """
+
+    def __init__(self, start: Start, failures: socket.socket, memory: int, tell: Callable[[Message], None]) -> None:
+        require_supported(version)
+        arguments = dict(start.arguments)
+        if current_platform.is_cpu():
+            arguments |= start.cpu_arguments
+        if shares := current_platform.is_cpu() and arguments["tensor_parallel_size"] == 1:
+            arguments["kv_transfer_config"] = KVTransferConfig(
+                kv_connector=BatonConnector.__name__,
+                kv_connector_module_path=BatonConnector.__module__,
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config={DESCRIPTOR: memory},
+            )
+        self._llm = LLMEngine.from_engine_args(
+            EngineArgs(
+                **arguments,
+                logits_processors=[BatonSampler],
+                kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+            )
+        )
+        core = self._llm.engine_core.engine_core
+        self._scheduler = core.scheduler
+        self._pool = self._scheduler.kv_cache_manager.block_pool
+        self._most_tokens = self._scheduler.max_num_scheduled_tokens
+        self._num_prompt_tokens = self._most_tokens
+        self._eos_token_ids = tuple(start.eos_token_ids)
+        self._failures = failures
+        self._size = (0, 0, 0, 0)
+        self._num_preempted = 0
+        self._first: dict[int, bool] = {}
+        """Sequences that vLLM has -> whether they have no token yet."""
+        self._groups = [_group(each) for each in self._scheduler.kv_cache_config.kv_cache_groups]
+        self._named_group = next((index for index, group in enumerate(self._groups) if group.kind == "full"), None)
+        self._events = Events(self._named_group)
+        self._scheduler.kv_event_publisher = self._events
+        self._schedule, self._scheduler.schedule = self._scheduler.schedule, self._measured_schedule
+        self._ids: dict[int, str] = {}
+        """vLLM's request ids of the sequences whose blocks it has."""
+        self._pins: dict[int, list[Any]] = {}
+        self._is_stuck = False
+        """True if all sequences wait for KV: the last step computed nothing."""
+        self._connector: Any = self._scheduler.connector
+        self._beside_model: Any = None
+        if shares:
+            self._beside_model = get_kv_transfer_group()
+        self._tell = tell
+        self._memory = self._probed() if shares else None
+        if self._memory is not None:
+            self._connector.tell = self._beside_model.tell = tell
+
+    def _probed(self) -> KvMemory | None:
+        """Return where the cache is in the shared memory, with the blocks of a prompt that was computed for this."""
+        memory: KvMemory | None = self._beside_model.memory
+        if memory is None or len(self._groups) != 1 or self._named_group is None:
+            return None
+        told: list[Message] = []
+        self._connector.tell = told.append
+        num_tokens = self._groups[0].block_size + 1
+        probe = Add(-1, [1] * num_tokens, num_tokens, 1, [], 0, "00", {"temperature": 0}, Purpose.PREFILL.value)
+        self.add(probe)
+        while self.has_work:
+            self.step()
+        self.abort(-1)
+        self._llm.reset_prefix_cache()
+        self._update()
+        tables = [message.block_ids for message in told if isinstance(message, Allocated)]
+        return memory._replace(probe=tables[-1])
+
+    def ready(self) -> Ready:
+        """Return the engine's description."""
+        config = self._llm.vllm_config
+        model, cache = config.model_config, config.cache_config
+        return Ready(
+            version=version,
+            groups=self._groups,
+            num_blocks=self._pool.num_gpu_blocks - 1,  # one stands for no block
+            max_model_len=model.max_model_len,
+            max_num_batched_tokens=self._most_tokens,
+            vocab_size=model.get_vocab_size(),
+            device="" if current_platform.is_cpu() else current_platform.get_device_name(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            kv_dtype=cache.cache_dtype,
+            attention=_attention_of(config),
+            quantization=model.quantization or "",
+            caches_prefixes=bool(cache.enable_prefix_caching) and self._named_group is not None,
+            memory=self._memory,
+            tag=_tag_of(config),
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """True if a step may compute something."""
+        return bool(self._first) and not self._is_stuck
+
+    def prepare(self, asked: Add) -> None:
+        """Compile a sequence's structure; may be called in any thread.
+
+        Raises:
+            InvalidRequest: the structure cannot be supported.
+        """
+        params, model = params_of(asked.sampling), self._llm.vllm_config.model_config
+        structures_of(model.model, model.get_vocab_size(), self._eos_token_ids).prepare(params)
+
+    def add(self, asked: Add) -> None:
+        """Add a sequence to vLLM's queue. Any error means that vLLM refuses it."""
+        params = params_of(asked.sampling)
+        prompt = TokensPrompt(prompt_token_ids=asked.token_ids, cache_salt=asked.salt)
+        drawing = Drawing(asked.key, params, asked.choice_index, asked.num_prompt_tokens)
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=max(1, asked.num_new_tokens),
+            stop_token_ids=asked.stop_token_ids,
+            ignore_eos=True,  # the end-of-sequence tokens are among `stop_token_ids`
+            logprobs=params.logprobs,
+            logprob_token_ids=list(params.logprob_token_ids) or None,
+            prompt_logprobs=params.prompt_logprobs,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=None if is_drawn_by_vllm(params) else {ARGUMENT: drawing},
+        )
+        if asked.purpose == Purpose.RECEIVE.value and not asked.num_new_tokens:
+            # A mere prefix. vLLM would not look for the last token in its cache, which it computes in any case.
+            prompt["prompt_token_ids"] = [*asked.token_ids, 0]
+        self._ids[asked.key] = request_id = self._llm.add_request(str(asked.key), prompt, sampling)
+        self._first[asked.key] = True
+        self._is_stuck = False
+        if asked.purpose == Purpose.PREFILL.value:
+            self._connector.prefilled[request_id] = asked.key
+        elif asked.purpose == Purpose.RECEIVE.value:
+            self._connector.received[request_id] = asked.key
+
+    def abort(self, key: int) -> None:
+        """End a sequence. Its blocks are free before the next step, also if they were kept or waited for KV."""
+        if (request_id := self._ids.pop(key, None)) is None:
+            return
+        self._is_stuck = False
+        request = self._scheduler.requests.get(request_id)
+        was_prefilled = self._connector is not None and request_id in self._connector.prefilled
+        if self._connector is not None:
+            self._connector.forget(request_id)
+        if self._first.pop(key, None) is not None:
+            self._llm.abort_request([str(key)])
+            if request is not None and request_id in self._scheduler.requests:  # it has blocks, and waits for KV
+                self._finished(finished_recving={request_id})
+        elif was_prefilled and request_id in self._scheduler.requests:
+            self._finished(finished_sending={request_id})
+
+    def insert(self, asked: Insert) -> None:
+        """Let a RECEIVE sequence continue, whose KV has arrived."""
+        request = self._waiting(asked.key)
+        if request is None:
+            return
+        if asked.first_token >= 0:
+            drawing = (request.sampling_params.extra_args or {}).get(ARGUMENT) or Drawing(asked.key)
+            request.sampling_params.extra_args = {ARGUMENT: drawing._replace(forced=asked.first_token)}
+        if asked.num_tokens >= request.num_tokens - 1:
+            self._finished(finished_recving={request.request_id})
+        else:
+            tables = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+            self._beside_model.missing |= set(tables[asked.num_tokens // self._groups[0].block_size :])
+            self._beside_model.arrived.add(request.request_id)
+        self._is_stuck = False
+
+    def adopt(self, asked: Adopt) -> None:
+        """Leave received KV in the prefix cache."""
+        if (request := self._waiting(asked.key)) is not None:
+            self._scheduler.kv_cache_manager.cache_blocks(request, asked.num_tokens)
+
+    def pin_prefix(self, asked: PinPrefix) -> Pinned:
+        """Keep the cached blocks of a prefix."""
+        blocks: list[Any] = []
+        num_taken = 0
+        for name in asked.names:
+            found = self._pool.get_cached_block(bytes.fromhex(name), [self._named_group])
+            if not found or num_taken + (not found[0].ref_cnt) > asked.num_free:
+                break
+            num_taken += not found[0].ref_cnt
+            blocks += found
+        self._pool.touch(blocks)
+        self._pins[asked.pin_id] = blocks
+        return Pinned(asked.pin_id, [block.block_id for block in blocks], num_taken)
+
+    def unpin(self, pin_id: int) -> None:
+        """Give a pin back."""
+        self._pool.free_blocks(reversed(self._pins.pop(pin_id, [])))
+        self._is_stuck = False
+
+    def _waiting(self, key: int) -> Any:
+        """Return the request of a sequence that waits for KV; None: it does not."""
+        request = self._scheduler.requests.get(self._ids.get(key, ""))
+        is_waiting = request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return request if is_waiting else None
+
+    def _finished(self, **requests: set[str]) -> None:
+        self._scheduler._update_from_kv_xfer_finished(KVConnectorOutput(**requests))
+
+    def limit(self, num_prompt_tokens: int) -> None:
+        """Limit the prompt tokens of each step from now on."""
+        self._num_prompt_tokens = num_prompt_tokens
+
+    def step(self) -> tuple[Stepped, list[Failed]]:
+        """Execute a step. Return what it did, and the sequences that it could not continue."""
+        limit = len(self._scheduler.running) + self._num_prompt_tokens
+        self._scheduler.max_num_scheduled_tokens = min(self._most_tokens, limit)
+        began_s = time.perf_counter()
+        outputs = self._llm.step()
+        took_s = time.perf_counter() - began_s
+        self._is_stuck = not self._size[0]
+        failed = list(self._failed())
+        progress = []
+        for output in outputs:
+            key = int(output.request_id)
+            if key in self._first and (output.outputs[0].token_ids or output.outputs[0].finish_reason):
+                progress.append(self._progress(key, output))
+        return self._update()._replace(took_s=took_s, size=self._size, progress=progress), failed
+
+    def _update(self) -> Stepped:
+        ends = list(self._connector.ends.items()) if self._connector is not None else []
+        if events := self._scheduler.kv_cache_manager.take_events():
+            self._events.take(events)
+        stored, removed = self._events.taken(self._is_cached)
+        return Stepped(0.0, (0, 0, 0, 0), [], stored, removed, ends, self.counts())
+
+    def update(self) -> Stepped:
+        """Return what has changed without a step."""
+        return self._update()._replace(ends=[])
+
+    def counts(self) -> Counts:
+        """Return the state of vLLM's scheduler."""
+        waiting = sum(request.num_tokens - request.num_computed_tokens for request in self._scheduler.waiting)
+        running = sum(request.num_tokens - request.num_computed_tokens for request in self._scheduler.running)
+        return Counts(self._pool.get_num_free_blocks(), waiting + running, self._num_preempted)
+
+    def close(self) -> None:
+        """End vLLM's own processes."""
+        with contextlib.suppress(Exception):  # whatever is left ends with this process
+            self._llm.engine_core.shutdown()
+
+    def _progress(self, key: int, output: Any) -> Progress:
+        completion = output.outputs[0]
+        is_first, self._first[key] = self._first[key], False
+        finish = completion.finish_reason or ""
+        if finish:
+            del self._first[key]
+            if self._connector is None or self._ids[key] not in self._connector.prefilled:
+                del self._ids[key]
+        logprobs = [
+            _pairs(token, found) for token, found in zip(completion.token_ids, completion.logprobs or (), strict=False)
+        ]
+        of_prompt = []
+        if is_first and output.prompt_logprobs:
+            of_prompt = [
+                _pairs(token, found)
+                for token, found in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+            ]
+        num_cached = (output.num_cached_tokens or 0) if is_first else -1
+        return Progress(key, list(completion.token_ids), finish, num_cached, logprobs, of_prompt)
+
+    def _failed(self) -> list[Failed]:
+        failed = []
+        with contextlib.suppress(*_NO_FAILURE):
+            while True:
+                key, reason = json.loads(self._failures.recv(1 << 16))
+                self.abort(key)
+                failed.append(Failed(key, reason))
+        return failed
+
+    def _measured_schedule(self, *arguments: Any, **named: Any) -> Any:
+        """Schedule as vLLM does, and record the size of the step."""
+        output = self._schedule(*arguments, **named)
+        num_new = num_pairs = num_decoding = num_context = 0
+        requests = self._scheduler.requests
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            request = requests[request_id]
+            end = request.num_computed_tokens  # it counts this step's tokens already
+            num_new += num_tokens
+            if num_tokens == 1 and end > request.num_prompt_tokens:
+                num_decoding += 1
+                num_context += end
+            else:
+                num_pairs += num_tokens * (2 * end - num_tokens) // 2
+        self._size = (num_new, num_pairs, num_decoding, num_context)
+        self._num_preempted += len(output.preempted_req_ids or ())
+        return output
+
+    def _is_cached(self, name: bytes) -> bool:
+        return self._named_group is not None and bool(self._pool.get_cached_block(name, [self._named_group]))
+
+
+class Events:
+    """Takes the place of vLLM's event publisher: collects the changes of the prefix cache of one group of layers."""
+
+    def __init__(self, group: int | None) -> None:
+        self._group = group
+        self._events: list[BlockStored | BlockRemoved] = []
+
+    def publish(self, batch: KVEventBatch) -> None:
+        """Take the events of a step."""
+        self.take(batch.events)
+
+    def take(self, events: Iterable[Any]) -> None:
+        """Take events."""
+        if self._group is not None:
+            self._events += [event for event in events if getattr(event, "group_idx", None) in (None, self._group)]
+
+    def shutdown(self) -> None:
+        """Do nothing: there is no thread."""
+
+    def get_publisher_config(self) -> None:
+        """Return None: nothing is published outside of the process."""
+
+    def taken(self, is_cached: Any) -> tuple[list[StoredBlock], list[str]]:
+        """Return the blocks that were cached since the last call, and the hashes that are not cached any more.
+
+        vLLM reports a block again when a prompt reuses it, and one hash may have several blocks: a hash is gone if no
+        block has it.
+
+        Args:
+            is_cached: tells of a hash whether a block has it now.
+        """
+        stored: list[StoredBlock] = []
+        removed: dict[bytes, None] = {}
+        for event in self._events:
+            if isinstance(event, BlockRemoved):
+                removed |= dict.fromkeys(event.block_hashes)
+            elif isinstance(event, BlockStored):
+                stored += _blocks_of(event)
+        self._events = []
+        return stored, [name.hex() for name in removed if not is_cached(name)]
+
+
+def _blocks_of(event: BlockStored) -> list[StoredBlock]:
+    before = event.parent_block_hash.hex() if event.parent_block_hash else ""
+    blocks = []
+    for index, name in enumerate(event.block_hashes):
+        tokens = event.token_ids[index * event.block_size : (index + 1) * event.block_size]
+        extra = event.extra_keys[index] if event.extra_keys else None
+        blocks.append(StoredBlock(name.hex(), before, tokens, "" if before else _salt_of(extra)))
+        before = name.hex()
+    return blocks
+
+
+def _salt_of(extra: Any) -> str:
+    """Return the salt among the values that vLLM hashes with a first block's tokens."""
+    return next((each for each in extra or () if isinstance(each, str)), "")
+
+
+def _group(group: Any) -> Group:
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    kind = next((name for kind, name in _KINDS.items() if isinstance(spec, kind)), "other")
+    window = getattr(spec, "sliding_window", None) or 0
+    return Group("window" if kind == "full" and window else kind, len(group.layer_names), spec.block_size, window)
+
+
+_KINDS: Mapping[type, str] = {SlidingWindowSpec: "window", FullAttentionSpec: "full", MambaSpec: "state"}
+
+
+def _attention_of(config: Any) -> str:
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
+    names = dict.fromkeys(layer.get_attn_backend().get_name() for layer in layers)
+    return ", ".join(names).lower()
+
+
+def _tag_of(config: Any) -> str:
+    """Return the name of the order of values in a block: what defines it in vLLM."""
+    layers = config.compilation_config.static_forward_context.values()
+    isa = next((found for layer in layers if (found := getattr(getattr(layer, "impl", layer), "isa", ""))), "")
+    return f"vllm {_attention_of(config)} {isa} {config.cache_config.kv_cache_layout}"
+
+
+def _pairs(token: int, found: Mapping[int, Any]) -> list[tuple[int, float]]:
+    """Return a token's log probability, followed by those of the likeliest ones, best first."""
+    others = sorted(found.items(), key=lambda each: each[1].rank or 0)
+    return [(token, found[token].logprob), *((each, value.logprob) for each, value in others)]

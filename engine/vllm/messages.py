@@ -1,0 +1,353 @@
+"""Messages between a worker and its host, as JSON over a pair of sockets; both ends know each other's processes.
+
+Worker -> host: `Start` once, then commands: `Add`, `Abort`, `Insert`, `Adopt`, `PinPrefix`, `Unpin`, `Budget` and
+`Ping`. The end of the connection ends the host.
+Host -> worker: `Ready` or `Failed` once, then a `Stepped` for each step, `Allocated` and `LayerDone` within it,
+`Pinned`, `Failed` for a sequence, `Pong`, and `Lost` before it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple, get_args
+
+from baton.sampling import EarlyStopping, SamplingParams
+from baton.structure import StructuredOutputs
+
+_LENGTH = struct.Struct("<I")
+_DEFAULTS = SamplingParams()
+
+
+class Start(NamedTuple):
+    """How to build the engine."""
+
+    arguments: dict[str, Any]
+    """Arguments of vLLM's `EngineArgs`."""
+    eos_token_ids: list[int]
+    cpu_arguments: dict[str, Any]
+    """Arguments that replace them if vLLM computes on CPUs."""
+
+
+class Group(NamedTuple):
+    """Layers of vLLM's KV cache with one block table."""
+
+    kind: str
+    """full, window, state or other; see `admission.blocks_of`."""
+    num_layers: int
+    block_size: int
+    """Tokens per block."""
+    window: int
+    """Tokens of a window; 0: none."""
+
+
+class KvMemory(NamedTuple):
+    """vLLM's KV cache in memory that the worker maps: `[layer][block][row]`, without gaps."""
+
+    num_layers: int
+    num_blocks: int
+    """Blocks with the one that stands for no block."""
+    row_numel: int
+    """Elements of one block of one layer, in an order that vLLM's attention defines."""
+    dtype: str
+    probe: list[int]
+    """Blocks of a prompt that the host has computed, so that the worker finds its KV there and nowhere else."""
+
+
+class Ready(NamedTuple):
+    """The engine as vLLM has built it."""
+
+    version: str
+    groups: list[Group]
+    num_blocks: int
+    """Blocks that sequences can use, of all groups together: vLLM's pool is one."""
+    max_model_len: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    device: str
+    """Name of the GPU; empty: it computes on CPUs."""
+    dtype: str
+    kv_dtype: str
+    attention: str
+    quantization: str
+    caches_prefixes: bool
+    memory: KvMemory | None
+    """None: other workers cannot have its KV."""
+    tag: str
+    """Name of the order within a row. Rows with the same name may be copied from one worker to another."""
+
+
+class Add(NamedTuple):
+    """A sequence to compute."""
+
+    key: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_new_tokens: int
+    """Maximum number of tokens to generate."""
+    stop_token_ids: list[int]
+    choice_index: int
+    salt: str
+    """Seed of its block keys, hexadecimal: vLLM shares no block between different salts."""
+    sampling: dict[str, Any]
+    purpose: str
+    """Value of its `Purpose`."""
+
+
+class Abort(NamedTuple):
+    """A sequence is no longer wanted. Its blocks are free before the next step, also if they were kept."""
+
+    key: int
+
+
+class Insert(NamedTuple):
+    """The KV of a RECEIVE sequence has arrived."""
+
+    key: int
+    first_token: int
+    """Next token, which another worker has drawn; -1: it is drawn here."""
+    num_tokens: int
+    """Leading tokens whose KV is there; vLLM computes the others."""
+
+
+class Adopt(NamedTuple):
+    """The KV of the first tokens of a RECEIVE sequence has arrived, and stays in the prefix cache."""
+
+    key: int
+    num_tokens: int
+
+
+class PinPrefix(NamedTuple):
+    """Keep a cached prefix until `Unpin`."""
+
+    pin_id: int
+    names: list[str]
+    """vLLM's hashes of its blocks."""
+    num_free: int
+    """Maximum number of blocks that are in use by no sequence."""
+
+
+class Pinned(NamedTuple):
+    """Answer to `PinPrefix`."""
+
+    pin_id: int
+    block_ids: list[int]
+    """The blocks that are there, as many as follow each other from the first one."""
+    num_taken: int
+    """Number of these that were in use by no sequence."""
+
+
+class Unpin(NamedTuple):
+    """Give a pin back."""
+
+    pin_id: int
+
+
+class Allocated(NamedTuple):
+    """A sequence that is computed for another worker, or received from one, has these blocks."""
+
+    key: int
+    block_ids: list[int]
+    num_cached_tokens: int
+    """Tokens that were in the prefix cache; -1: as told before."""
+
+
+class LayerDone(NamedTuple):
+    """In a step, the KV of the first layers is there."""
+
+    num_layers: int
+    ends: list[tuple[int, int]]
+    """Sequences that are computed for other workers, with the number of their tokens that this holds for."""
+
+
+class Budget(NamedTuple):
+    """Maximum number of tokens of the steps from now on."""
+
+    num_tokens: int
+
+
+class Ping(NamedTuple):
+    """The host answers `Pong` between two steps."""
+
+
+class Pong(NamedTuple):
+    """See `Ping`."""
+
+
+class Progress(NamedTuple):
+    """What a step did for a sequence."""
+
+    key: int
+    token_ids: list[int]
+    finish: str
+    """stop or length; empty: it continues."""
+    num_cached_tokens: int
+    """Tokens that vLLM found in its prefix cache when it admitted the sequence; -1: as told before."""
+    logprobs: list[list[tuple[int, float]]]
+    """For each new token its log probability and those of others, as pairs of an id and a value; empty: none."""
+    prompt_logprobs: list[list[tuple[int, float]]]
+    """The same for each prompt token but the first, with the first new token."""
+
+
+class StoredBlock(NamedTuple):
+    """A block is in vLLM's prefix cache."""
+
+    name: str
+    """vLLM's hash, hexadecimal."""
+    before: str
+    """Hash of the block before it; empty: it is the first one."""
+    token_ids: list[int]
+    salt: str
+    """Salt of its sequence, of a first block."""
+
+
+class Counts(NamedTuple):
+    """State of vLLM's scheduler after a step."""
+
+    num_free: int
+    """Blocks that are in use by no sequence, cached or not."""
+    num_uncomputed: int
+    """Known tokens of its sequences that are not computed."""
+    num_preempted: int
+    """Preemptions since the start."""
+
+
+class Stepped(NamedTuple):
+    """A step has ended."""
+
+    took_s: float
+    size: tuple[int, int, int, int]
+    """New tokens, pairs, decoding sequences and their context; see `StepSize`."""
+    progress: list[Progress]
+    stored: list[StoredBlock]
+    removed: list[str]
+    """Hashes that are not in the prefix cache any more."""
+    ends: list[tuple[int, int]]
+    """Sequences that are computed for other workers, with the number of their computed tokens."""
+    counts: Counts
+
+
+class Failed(NamedTuple):
+    """The engine could not be built, or a sequence has failed; the others continue."""
+
+    key: int
+    """The sequence; -1: the engine."""
+    reason: str
+
+
+class Lost(NamedTuple):
+    """A step has failed; the host ends."""
+
+    reason: str
+
+
+Command = Add | Abort | Insert | Adopt | PinPrefix | Unpin | Budget | Ping
+Message = Start | Ready | Command | Stepped | Allocated | LayerDone | Pinned | Pong | Failed | Lost
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Message)}
+
+
+def encoded(message: Message) -> bytes:
+    """Return a message as it is sent: its length in 4 bytes, then JSON."""
+    body = json.dumps([type(message).__name__, *message], separators=(",", ":")).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def decoded(body: bytes) -> Message:
+    """Return the message that a body encodes."""
+    kind, *values = json.loads(body)
+    message: Message = _KINDS[kind](*values)
+    match message:
+        case Ready():
+            memory = None if message.memory is None else KvMemory(*message.memory)
+            return message._replace(groups=[Group(*each) for each in message.groups], memory=memory)
+        case Stepped():
+            return message._replace(
+                progress=[Progress(*each) for each in message.progress],
+                stored=[StoredBlock(*each) for each in message.stored],
+                counts=Counts(*message.counts),
+            )
+    return message
+
+
+def length_of(head: bytes) -> int:
+    """Return the length of the body that follows this head."""
+    (length,) = _LENGTH.unpack(head)
+    return int(length)
+
+
+HEAD_BYTES = _LENGTH.size
+
+
+class Channel:
+    """Blocking end of the connection. Only one thread may use it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._received = bytearray()
+
+    def send(self, message: Message) -> None:
+        """Send a message. Raise OSError if the other end has gone."""
+        self._connection.sendall(encoded(message))
+
+    def receive(self, timeout_s: float | None = None) -> Iterator[Message]:
+        """Yield the messages that are there. If there is none, wait for one.
+
+        Args:
+            timeout_s: maximum time to wait for the first one; None: no limit.
+
+        Raises:
+            EOFError: the other end has closed the connection.
+        """
+        self._fill(timeout_s)
+        while (message := self._taken()) is not None:
+            yield message
+            self._fill(0)
+
+    def _fill(self, timeout_s: float | None) -> None:
+        while not self._is_whole:
+            if not select.select((self._connection,), (), (), timeout_s)[0]:
+                return
+            if not (chunk := self._connection.recv(1 << 20)):
+                raise EOFError
+            self._received += chunk
+
+    @property
+    def _is_whole(self) -> bool:
+        received = self._received
+        return len(received) >= HEAD_BYTES and len(received) >= HEAD_BYTES + length_of(bytes(received[:HEAD_BYTES]))
+
+    def _taken(self) -> Message | None:
+        if not self._is_whole:
+            return None
+        end = HEAD_BYTES + length_of(bytes(self._received[:HEAD_BYTES]))
+        body = bytes(self._received[HEAD_BYTES:end])
+        del self._received[:end]
+        return decoded(body)
+
+
+def values_of(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that differ from their defaults, in types of JSON."""
+    given = {each.name: getattr(params, each.name) for each in fields(params)}
+    changed = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
+    if params.structured_outputs is not None:
+        changed["structured_outputs"] = asdict(params.structured_outputs)
+    return changed
+
+
+def params_of(values: dict[str, Any]) -> SamplingParams:
+    """Return the parameters that `values_of` has described."""
+    given = {name: _as_tuple(value) for name, value in values.items()}
+    if structure := values.get("structured_outputs"):
+        structure = {name: _as_tuple(value) for name, value in structure.items()}
+        given["structured_outputs"] = StructuredOutputs(**structure)
+    if early := values.get("early_stopping"):
+        given["early_stopping"] = EarlyStopping(early)
+    return SamplingParams(**given)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value

@@ -1,0 +1,170 @@
+"""The host's process: started, watched and ended by its worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import baton
+import engine
+from baton import parent
+from baton.config import child_environment
+from baton.errors import ModelLoadError
+from engine.vllm.arguments import ENVIRONMENT
+from engine.vllm.messages import HEAD_BYTES, Channel, Failed, Message, Ready, Start, decoded, encoded, length_of
+
+logger = logging.getLogger(__name__)
+END_S = 5.0
+"""Seconds within which a host ends after its connection was closed; then it is killed."""
+SAMPLER = "BATON_VLLM_SAMPLER"
+"""See `engine.vllm.sampling.SETTINGS`, which this process cannot import."""
+DROPPED = "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD", "PYTHONDONTWRITEBYTECODE"
+"""Variables of the worker's own environment that would mislead another interpreter."""
+
+
+class HostProcess:
+    """A running host. `start` blocks until vLLM has loaded the model, which takes seconds to minutes."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], connection: socket.socket, memory: int, folder: Path, ready: Ready
+    ) -> None:
+        self.ready = ready
+        self.memory = memory
+        """Descriptor of the memory in which the KV cache lies, if `Ready.memory` is set."""
+        self._process = process
+        self._connection = connection
+        self._folder = folder
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @staticmethod
+    def start(python: str, start: Start, cache: Path, num_threads: int) -> HostProcess:
+        """Start a host and wait until it is ready.
+
+        Args:
+            python: interpreter of vLLM's environment.
+            cache: folder in which vLLM keeps what it has compiled.
+            num_threads: threads that compute on a CPU, per rank.
+
+        Raises:
+            ModelLoadError: vLLM could not be started; the message says why.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="baton-vllm-"))
+        ours, theirs = socket.socketpair()
+        memory = os.memfd_create("baton-vllm-kv")
+        process = None
+        try:
+            with theirs:
+                environment = _environment(folder, start, cache, num_threads)
+                process = _spawn(python, theirs.fileno(), memory, folder, environment)
+            channel = Channel(ours)
+            channel.send(start)
+            ready = _answer(channel, process)
+        except BaseException:
+            ours.close()
+            os.close(memory)
+            if process is not None:
+                process.kill()
+                process.wait()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        ours.setblocking(False)
+        return HostProcess(process, ours, memory, folder, ready)
+
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Context manager, entered once: this event loop reads and writes the connection, which is closed on exit."""
+        self._reader, self._writer = await asyncio.open_connection(sock=self._connection)
+        try:
+            yield
+        finally:
+            self._writer.transport.abort()
+
+    def send(self, message: Message) -> None:
+        """Send a message without waiting. A connection that has ended is noticed by `receive`."""
+        assert self._writer is not None, "not connected"
+        self._writer.write(encoded(message))
+
+    async def receive(self) -> Message:
+        """Return the next message. Raise EOFError or OSError if the host has ended."""
+        assert self._reader is not None, "not connected"
+        head = await self._reader.readexactly(HEAD_BYTES)
+        return decoded(await self._reader.readexactly(length_of(head)))
+
+    def why_ended(self) -> str:
+        """Return how the process has ended, for an error."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        status = self._process.poll()
+        return "its connection is closed" if status is None else f"its process has ended with status {status}"
+
+    def close(self) -> None:
+        """End the process: gently at first, by closing the connection."""
+        self._connection.close()
+        os.close(self.memory)
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _environment(folder: Path, start: Start, cache: Path, num_threads: int) -> dict[str, str]:
+    """Return the host's environment, which finds Baton's packages `baton` and `engine`, and nothing else of ours.
+
+    They are links in a folder: with all of the worker's packages on the path, vLLM would import those.
+    """
+    links = folder / "packages"
+    links.mkdir()
+    for package in (baton, engine):
+        (links / package.__name__).symlink_to(Path(package.__file__ or "").parent)
+    sampler = (start.arguments["model"], start.eos_token_ids, str(folder / "failures"))
+    inherited: Mapping[str, str] = child_environment(os.environ)
+    return {
+        **{name: value for name, value in inherited.items() if name not in DROPPED},
+        **ENVIRONMENT,
+        "PYTHONPATH": str(links),
+        "OMP_NUM_THREADS": str(num_threads),
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+        SAMPLER: json.dumps(sampler),
+    }
+
+
+def _spawn(
+    python: str, connection: int, memory: int, folder: Path, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    command = [python, "-m", "engine.vllm.host", str(connection), str(memory), str(folder)]
+    # It dies with this process, also if it hangs; `deploy.processes.tied` does the same.
+    wrapper = [sys.executable, "-I", "-S", parent.__file__, str(os.getpid()), "9", "", "--"]
+    return subprocess.Popen(
+        [*wrapper, *command], env=environment, cwd=folder, pass_fds=(connection, memory), stdin=subprocess.DEVNULL
+    )
+
+
+def _answer(channel: Channel, process: subprocess.Popen[bytes]) -> Ready:
+    try:
+        answer = next(channel.receive())
+    except (EOFError, OSError) as error:
+        status = process.wait()
+        raise ModelLoadError(
+            f"vLLM's process has ended with status {status} while it started; the log says why"
+        ) from error
+    if isinstance(answer, Failed):
+        raise ModelLoadError(f"vLLM cannot run this model: {answer.reason}")
+    assert isinstance(answer, Ready), answer
+    return answer
