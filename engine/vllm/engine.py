@@ -227,8 +227,8 @@ class VllmEngine:
         return not self._outputs and not self._pins and not self._admission.running
 
     def load(self) -> EngineLoad:
-        """See `ServingEngine.load`. vLLM tells which blocks are free; how many of these are cached is an estimate while
-        sequences run.
+        """See `ServingEngine.load`. The number of cached blocks among the free ones is an estimate while sequences
+        run.
         """
         total, free = self._ready.num_blocks, min(self._counts.num_free, self._ready.num_blocks)
         cached = min(free, max(0, len(self._names) - (total - free)))
@@ -275,7 +275,7 @@ class VllmEngine:
     # -- pins ----------------------------------------------------------------------------------------------------------
 
     async def pin_prefix(self, keys: Sequence[bytes]) -> Pin:
-        """See `ServingEngine.pin_prefix`. vLLM may have evicted blocks that its host has not told of yet."""
+        """See `ServingEngine.pin_prefix`. vLLM may have evicted blocks without a report from its host yet."""
         if self._ready.memory is None or not self._is_running:
             return Pin(-1, ((),))
         num_parts = self._spec.block_size // HASH_BLOCK
@@ -515,7 +515,7 @@ class VllmEngine:
             sequence.num_cached_tokens = sequence.num_computed_tokens = message.num_cached_tokens
             self._put(sequence, Admitted(sequence.key, tables, message.num_cached_tokens))
         else:
-            self._tell_watchers(sequence, sequence.num_computed_tokens, self._spec.num_layers)
+            self._notify(sequence, sequence.num_computed_tokens, self._spec.num_layers)
 
     def _report(self, ends: Sequence[tuple[int, int]], num_layers: int) -> None:
         """Report the progress of the KV of sequences that are computed for other workers."""
@@ -523,9 +523,9 @@ class VllmEngine:
             if (sequence := self._by_name.get(name)) is not None:
                 if num_layers == self._spec.num_layers:
                     sequence.num_computed_tokens = num_tokens
-                self._tell_watchers(sequence, num_tokens, num_layers)
+                self._notify(sequence, num_tokens, num_layers)
 
-    def _tell_watchers(self, sequence: Hosted, num_tokens: int, num_layers: int) -> None:
+    def _notify(self, sequence: Hosted, num_tokens: int, num_layers: int) -> None:
         for on_progress in self._watchers.get(sequence.key, ()):
             on_progress(KvProgress(num_tokens, num_layers, None, (sequence.block_ids,)))
 
@@ -576,7 +576,7 @@ class VllmEngine:
             queue.put_nowait(output)
 
     def _note_idleness(self) -> None:
-        """Check the accounting, and tell that nothing is held, once each time the last sequence has gone."""
+        """Check the accounting, and report that nothing is held, once each time the last sequence has gone."""
         if self._was_idle or not self.is_idle or self._counts.num_free < self._ready.num_blocks:
             return
         self._was_idle = True

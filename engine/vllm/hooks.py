@@ -68,14 +68,14 @@ class HostedVllm:
         start: how to build it.
         failures: socket on which the sampler reports sequences that it cannot draw.
         memory: descriptor of the empty memory in which the KV cache lies if other workers can have its KV.
-        tell: takes messages to the worker, also within a step.
+        send: takes messages to the worker, also within a step.
 
     Raises:
         ModelLoadError: this version of vLLM is not supported.
         Exception: of any kind, from vLLM.
     """
 
-    def __init__(self, start: Start, failures: socket.socket, memory: int, tell: Callable[[Message], None]) -> None:
+    def __init__(self, start: Start, failures: socket.socket, memory: int, send: Callable[[Message], None]) -> None:
         require_supported(version)
         arguments = dict(start.arguments)
         if current_platform.is_cpu():
@@ -120,18 +120,17 @@ class HostedVllm:
         self._beside_model: Any = None
         if shares:
             self._beside_model = get_kv_transfer_group()
-        self._tell = tell
         self._memory = self._probed() if shares else None
         if self._memory is not None:
-            self._connector.tell = self._beside_model.tell = tell
+            self._connector.send = self._beside_model.send = send
 
     def _probed(self) -> KvMemory | None:
         """Return where the cache is in the shared memory, with the blocks of a prompt that was computed for this."""
         memory: KvMemory | None = self._beside_model.memory
         if memory is None or len(self._groups) != 1 or self._named_group is None:
             return None
-        told: list[Message] = []
-        self._connector.tell = told.append
+        sent: list[Message] = []
+        self._connector.send = sent.append
         num_tokens = self._groups[0].block_size + 1
         probe = Add(-1, [1] * num_tokens, num_tokens, 1, [], 0, "00", {"temperature": 0}, Purpose.PREFILL.value)
         self.add(probe)
@@ -140,7 +139,7 @@ class HostedVllm:
         self.abort(-1)
         self._llm.reset_prefix_cache()
         self._update()
-        tables = [message.block_ids for message in told if isinstance(message, Allocated)]
+        tables = [message.block_ids for message in sent if isinstance(message, Allocated)]
         return memory._replace(probe=tables[-1])
 
     def ready(self) -> Ready:
@@ -395,7 +394,7 @@ class Events:
         block has it.
 
         Args:
-            is_cached: tells of a hash whether a block has it now.
+            is_cached: returns whether a block has a hash now.
         """
         stored: list[StoredBlock] = []
         removed: dict[bytes, None] = {}
