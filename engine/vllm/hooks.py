@@ -284,10 +284,11 @@ class HostedVllm:
             least = max((group.block_size for group in self._groups if group.kind == "state"), default=0)
             limit = len(self._scheduler.running) + max(least, self._num_prompt_tokens)
             self._scheduler.max_num_scheduled_tokens = min(self._most_tokens, limit)
+        reports_arrivals = self._beside_model is not None and bool(self._beside_model.arrived)
         began_s = time.perf_counter()
         outputs = self._llm.step()
         took_s = time.perf_counter() - began_s
-        self._is_stuck = not self._size[0]
+        self._is_stuck = not self._size[0] and not reports_arrivals
         failed = list(self._failed())
         progress = []
         for output in outputs:
