@@ -88,6 +88,8 @@ logger = logging.getLogger(__name__)
 HUNG = 20.0
 """Factor over the expected time of a step after which the host counts as hung, if that is longer than
 `engine.step_timeout_s`."""
+MAX_NAME = 64
+"""Maximum length of a name in a lease, in characters."""
 PINGS = 4
 """Number of times in `engine.step_timeout_s` at which an idle host must answer."""
 
@@ -194,7 +196,7 @@ class VllmEngine:
             dtype=ready.dtype,
             weights=ready.quantization or "exact",
             kv_dtype=ready.dtype if ready.kv_dtype == "auto" else ready.kv_dtype,
-            attention=ready.attention,
+            attention=ready.attention[:MAX_NAME],
         )
 
     @property

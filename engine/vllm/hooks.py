@@ -447,7 +447,7 @@ def _attention_of(config: Any) -> str:
 
     layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
     names = dict.fromkeys(layer.get_attn_backend().get_name() for layer in layers)
-    return ", ".join(names).lower()
+    return "+".join(names).lower()
 
 
 def _tag_of(config: Any) -> str:
