@@ -128,8 +128,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         os.ftruncate(self._descriptor, storage.nbytes())
         self._map = mmap.mmap(self._descriptor, storage.nbytes())
         shared = torch.frombuffer(self._map, dtype=torch.int8).untyped_storage()
-        for tensor in tensors:
-            tensor.set_(shared, tensor.storage_offset(), tensor.shape, tensor.stride())
+        layers = self._vllm_config.compilation_config.static_forward_context.values()
+        views = [view for layer in layers if torch.is_tensor(view := getattr(layer, "kv_cache", None))]
+        for tensor in {id(each): each for each in (*tensors, *views)}.values():
+            if tensor.untyped_storage().data_ptr() == storage.data_ptr():
+                tensor.set_(shared, tensor.storage_offset(), tensor.shape, tensor.stride())
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         self.memory = KvMemory(len(tensors), num_blocks, row_numel, dtype, [])
 

@@ -97,7 +97,7 @@ def ask_all(
     fleet: Fleet, asked: list[GenerateRequest], happens: dict[int, Callable[[], object]] | None = None
 ) -> list[Answer]:
     """Asks everything, `NUM_AT_ONCE` at a time, and does something each time so many answers are there."""
-    num_answered, lock = 0, threading.Lock()
+    num_answered, lock, happening = 0, threading.Lock(), threading.Lock()
 
     def one(request: GenerateRequest) -> Answer:
         nonlocal num_answered
@@ -106,7 +106,8 @@ def ask_all(
             num_answered += 1
             happen = (happens or {}).get(num_answered)
         if happen is not None:
-            happen()
+            with happening:  # one after the other
+                happen()
         return answer
 
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
@@ -166,8 +167,7 @@ def test_kv_is_transferred_through_kills_drains_flips_broken_links_and_cancels(
         prefill, first, second = fleet.workers
 
         def drain() -> None:
-            fleet.add(Role.DECODE)
-            fleet.wait_for(*fleet.workers)
+            fleet.wait_for(fleet.add(Role.DECODE))
             with fleet.control(first) as worker:
                 assert worker.Drain(worker_pb2.DrainRequest(timeout_s=60)).num_left == 0
             fleet.remove(first, signal.SIGTERM)

@@ -242,6 +242,7 @@ def test_every_setting_can_come_from_the_environment_and_from_a_file(section: st
         "expert_parallel": {"tensor_parallel": 2},
         "step_ms": {"arithmetic": True},
         "token_ms": {"arithmetic": True},
+        "vllm_python": {"runner": "vllm"},
     }
     others = needed.get(name, {})
     plain, text = wanted, str(wanted)
@@ -343,7 +344,8 @@ def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str
         ("transfer: {transports: 5}", "transfer.transports must be a list, got 5"),
         ("transfer: {checksum: Full}", "transfer.checksum must be one of full, off; got 'Full'"),
         ("router: {mode: both}", "router.mode must be one of auto, disaggregated, aggregated; got 'both'"),
-        ("engine: {runner: vllm}", "engine.runner must be one of auto, native, transformers; got 'vllm'"),
+        ("engine: {runner: sglang}", "engine.runner must be one of auto, native, transformers, vllm; got 'sglang'"),
+        ("engine: {runner: vllm}", "engine.runner vllm needs engine.vllm_python: the Python interpreter of the"),
         ("engine: {block_size: 20}", "engine.block_size must be a multiple of 16, got 20"),
         ("engine: {block_size: 0}", "engine.block_size must be a multiple of 16, got 0"),
         ("engine: {max_num_seqs: 0}", "engine.max_num_seqs must be auto or at least 1, got 0"),
