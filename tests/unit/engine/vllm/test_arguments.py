@@ -115,7 +115,7 @@ def test_a_share_of_a_gpu_scales_vllms_own(share: float, values: dict[str, Any],
 def test_the_models_settings_are_passed_on() -> None:
     assert changed(model=ModelConfig(path="/models/m", dtype="bfloat16")) == {"dtype": "bfloat16"}
     assert changed(model=ModelConfig(path="/other", weights="fp8")) == {"model": "/other", "quantization": "fp8"}
-    asked = {"vllm_args": {"quantization": "fbgemm_fp8"}}
+    asked: dict[str, Any] = {"vllm_args": {"quantization": "fbgemm_fp8"}}
     assert changed(model=ModelConfig(path="/models/m", weights="fp8"), **asked) == {"quantization": "fp8"}
     assert changed(**asked) == {"quantization": "fbgemm_fp8"}
 
