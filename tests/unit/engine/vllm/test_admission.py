@@ -226,7 +226,7 @@ def test_a_reservation_covers_what_vllm_is_ahead_whatever_the_setting(output_res
     admission = an_admission(output_reservation=output_reservation)
     admitted(admission, sequence := a_sequence(16, 500))
     for _ in range(60):
-        assert sequence.num_reserved_tokens == sequence.num_tokens + MARGIN
+        assert MARGIN <= sequence.num_reserved_tokens - sequence.num_tokens <= 2 * MARGIN
         generates(sequence, 1)
         advance(admission)
 
@@ -300,7 +300,7 @@ def test_held_blocks_are_never_taken_back() -> None:
     assert admission.running == [held]
 
 
-# -- how much of a prompt a step may compute ----------------------------------------------------------------------------
+# -- how much of a prompt a step may compute ---------------------------------------------------------------------------
 
 
 COSTS = step_costs(s_per_token=1e-3, s_weights=0.01, s_overhead=0.001)
