@@ -9,6 +9,7 @@ Some tokens of a prompt have consequences; see the constants.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import math
@@ -16,7 +17,9 @@ import mmap
 import os
 import signal
 import sys
+import termios
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -66,7 +69,7 @@ LOG_OF_BEST = math.log(1 - math.exp(-0.1))
 class Given(TypedDict, total=False):
     """What a test decides; see `environment.fake_vllm`."""
 
-    start: str
+    fails: str
     """`raises` or `exits`: it does not come up."""
     step_s: float
     """Least seconds that a step takes."""
@@ -108,7 +111,7 @@ class HostedVllm:
     def __init__(self, start: Start, failures: Any, memory: int, tell: Callable[[Message], None]) -> None:
         self._given: Given = json.loads((Path(sys.prefix) / "given.json").read_text())
         write_report(start)
-        match self._given.get("start"):
+        match self._given.get("fails"):
             case "raises":
                 raise ValueError("there is no such architecture")
             case "exits":
@@ -248,6 +251,7 @@ class HostedVllm:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self) -> tuple[Stepped, list[Failed]]:
+        await_reader()
         began_s = time.perf_counter()
         time.sleep(self._given.get("step_s", 0.0))
         scheduled = self._scheduled()
@@ -487,6 +491,16 @@ class HostedVllm:
     def close(self) -> None:
         self._values.release()
         self._map.close()
+
+
+def await_reader() -> None:
+    """Waits until the worker has read what it was sent, so that a slow machine does not leave it many steps behind."""
+    connection, unread = int(sys.argv[1]), array("i", [0])
+    for _ in range(20_000):
+        fcntl.ioctl(connection, termios.TIOCOUTQ, unread)
+        if not unread[0]:
+            return
+        time.sleep(0.0005)
 
 
 def _largest_prime(at_most: int) -> int:
