@@ -71,9 +71,7 @@ class HostProcess:
             with theirs:
                 environment = _environment(folder, start, cache, num_threads)
                 process = _spawn(python, theirs.fileno(), memory, folder, environment)
-            channel = Channel(ours)
-            channel.send(start)
-            ready = _answer(channel, process)
+            ready = _answer(Channel(ours), start, process)
         except BaseException:
             ours.close()
             os.close(memory)
@@ -157,8 +155,9 @@ def _spawn(
     )
 
 
-def _answer(channel: Channel, process: subprocess.Popen[bytes]) -> Ready:
+def _answer(channel: Channel, start: Start, process: subprocess.Popen[bytes]) -> Ready:
     try:
+        channel.send(start)
         answer = next(channel.receive())
     except (EOFError, OSError) as error:
         status = process.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,14 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
     made = SUBJECTS[request.param](tmp_path)
     yield made
     made.engine.close()
+
+
+@contextlib.asynccontextmanager
+async def closed_at_the_end(subject: Subject) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        subject.engine.close()
 
 
 def spec_of(prompt: list[int], num_tokens: int = 8, name: str = "r", **values: Any) -> SequenceSpec:
@@ -241,6 +249,7 @@ async def test_kv_goes_to_another_worker_which_continues_and_pulls_prefixes(
     ]
     transfer = with_link("tcp", slot_bytes=1 << 18, span_tokens=32)
     async with (
+        closed_at_the_end(other),
         subject.running(),
         other.running(),
         serving(subject.engine, "here", transfer) as here,
