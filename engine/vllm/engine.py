@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -90,6 +91,8 @@ HUNG = 20.0
 `engine.step_timeout_s`."""
 MAX_NAME = 64
 """Maximum length of a name in a lease, in characters."""
+NOT_OF_NAMES = re.compile(r"[^\w.+/:-]+", re.ASCII)
+"""Characters that a name in a lease cannot have."""
 PINGS = 4
 """Number of times in `engine.step_timeout_s` at which an idle host must answer."""
 
@@ -197,7 +200,7 @@ class VllmEngine:
             dtype=ready.dtype,
             weights=ready.quantization or "exact",
             kv_dtype=ready.dtype if ready.kv_dtype == "auto" else ready.kv_dtype,
-            attention=ready.attention[:MAX_NAME],
+            attention=NOT_OF_NAMES.sub("-", ready.attention)[:MAX_NAME],
         )
 
     @property

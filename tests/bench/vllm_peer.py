@@ -1,8 +1,8 @@
 """One side of the benchmark, in vLLM's environment: decode steps of a plain vLLM, or of one with Baton's hooks.
 
 `python -m tests.bench.vllm_peer SIDE FOLDER NUM_SEQUENCES NUM_STEPS KIND`: for each line of its input it executes a
-step and prints its seconds. SIDE is plain or hosted, KIND greedy or drawn (temperature 0.9, top-p 0.95). A step with hooks
-includes the commands and the report to a worker, here a process that reads and drops them.
+step and prints its seconds. SIDE is plain or hosted, KIND greedy or drawn (temperature 0.9, top-p 0.95). A step with
+hooks includes the commands and the report to a worker, here a process that reads and drops them.
 """
 
 from __future__ import annotations

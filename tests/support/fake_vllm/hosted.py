@@ -73,6 +73,8 @@ class Given(TypedDict, total=False):
     """`raises` or `exits`: it does not come up."""
     step_s: float
     """Least seconds that a step takes."""
+    token_s: float
+    """Seconds that each token of a step takes besides."""
     layout: str
     """`swapped`: the cache has its blocks before its layers, and says that it is the other way round."""
     ready: dict[str, Any]
@@ -253,7 +255,6 @@ class HostedVllm:
     def step(self) -> tuple[Stepped, list[Failed]]:
         await_reader()
         began_s = time.perf_counter()
-        time.sleep(self._given.get("step_s", 0.0))
         scheduled = self._scheduled()
         for request, _ in scheduled:
             self._suffer(request)
@@ -271,6 +272,8 @@ class HostedVllm:
             progress.append(self._drawn(request))
         self._is_stuck = not scheduled
         self._check()
+        least_s = self._given.get("step_s", 0.0) + self._given.get("token_s", 0.0) * sum(n for _, n in scheduled)
+        time.sleep(max(0.0, began_s + least_s - time.perf_counter()))
         took_s = time.perf_counter() - began_s
         return self._update()._replace(took_s=took_s, size=self._size, progress=progress), failed
 
