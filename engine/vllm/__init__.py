@@ -8,10 +8,29 @@ sources, so everything that they import must be in vLLM's environment: Python's 
                        admission.py   which sequences the host gets, and what is reserved for them (pure)
                        block_names.py vLLM's block hashes <-> Baton's block keys (pure)
                        arguments.py   settings -> vLLM's arguments (pure)
+                       handles.py     what callers of the engine hold: sequences, pins
+                       shared_cache.py the KV cache on CPUs, which both processes map
                        process.py     starts, watches and ends the host
-    both               messages.py    what they tell each other
+    both               messages.py    their messages
                        versions.py    which versions of vLLM are supported
-    host's process     host.py        takes commands, executes a step, tells what it did
+    host's process     host.py        takes commands, executes a step, reports it
                        hooks.py       everything that touches vLLM's insides
+                       connector.py   vLLM's interface for KV that other workers have or need
                        sampling.py    Baton's sampler inside vLLM's step
 """
+
+__all__ = [
+    "admission",
+    "arguments",
+    "block_names",
+    "connector",
+    "engine",
+    "handles",
+    "hooks",
+    "host",
+    "messages",
+    "process",
+    "sampling",
+    "shared_cache",
+    "versions",
+]

@@ -26,7 +26,7 @@ from engine.vllm.messages import Group
 LEAST_STEP = 0.5
 """Minimum share of the ITL objective that a step may take; see `engine.core.scheduler`."""
 MARGIN = 16
-"""Tokens before the end of a reservation at which it grows. vLLM may be some steps ahead of what its host has told."""
+"""Tokens before the end of a reservation at which it grows. vLLM may be some steps ahead of its host's last report."""
 STEPS_AHEAD = 2
 """Steps whose prompt tokens vLLM may have in its queue: the running one, and the next."""
 _KEYS = itertools.count()
@@ -45,9 +45,9 @@ class Hosted:
     token_ids: list[int] = field(init=False)
     """All known tokens."""
     key: int = field(default_factory=_KEYS.__next__)
-    """Its name within this process. vLLM gets another name each time."""
+    """The engine's name for it. vLLM gets another name each time."""
     name: int = -1
-    """Its present name in vLLM; -1: vLLM does not have it."""
+    """The present name of the sequence in vLLM; -1: vLLM does not have it."""
     num_reserved_tokens: int = 0
     """Tokens for which blocks are reserved; 0: vLLM does not have it."""
     was_admitted: bool = False
@@ -58,7 +58,7 @@ class Hosted:
     """Time before the admission during which the head of the queue lacked room."""
     num_cached_tokens: int = 0
     block_ids: tuple[int, ...] = ()
-    """Its blocks in vLLM, as far as other workers read or write them."""
+    """Blocks of the sequence that other workers read or write."""
     num_computed_tokens: int = 0
     """Tokens whose KV is there in all layers, of a sequence that is computed for another worker."""
     num_inserted_tokens: int = 0

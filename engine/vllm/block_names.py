@@ -1,7 +1,7 @@
 """Block keys of the blocks in vLLM's prefix cache. Pure.
 
-vLLM names a block by a hash of its own. Its events tell the tokens of each block, the block before it, and the salt of
-a first block, which is the seed of Baton's key chain. So each block's key follows from the key of the one before.
+vLLM names a block by a hash of its own. Its events contain the tokens of each block, the block before it, and the salt
+of a first block, which is the seed of Baton's key chain. So each block's key follows from the key of the one before.
 """
 
 from __future__ import annotations

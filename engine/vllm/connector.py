@@ -10,6 +10,7 @@ the worker's KV transfer reads and writes it (`shared_cache`).
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -41,24 +42,23 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     """Both halves of the connector.
 
     Attributes:
-        tell: takes messages to the worker, also within a step.
+        send: takes messages to the worker, also within a step.
         prefilled: keys of the PREFILL sequences, by vLLM's request id, until they are released.
         received: keys of the RECEIVE sequences that have no blocks yet, by vLLM's request id.
         ends: see `StepEnds`; of the last step that was scheduled.
-        arrived: requests whose KV has arrived only in part.
-        missing: blocks of these requests that have not arrived.
+        arrived: requests whose KV has arrived in part, with the blocks that are missing.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.tell: Callable[[Message], None] = _ignore
+        self.send: Callable[[Message], None] = _ignore
         self.prefilled: dict[str, int] = {}
         self.received: dict[str, int] = {}
         self.ends: dict[int, int] = {}
-        self.arrived: set[str] = set()
-        self.missing: set[int] = set()
+        self.arrived: dict[str, list[int]] = {}
         self.memory: KvMemory | None = None
         """Description of the cache in the shared memory; None: it cannot be shared."""
+        self._missing: set[int] = set()
         self._tables: dict[int, list[int]] = {}
         self._layers: dict[str, int] = {}
         self._map: mmap.mmap | None = None
@@ -72,13 +72,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return (request.num_tokens - num_computed_tokens, True) if is_received else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Tell the blocks of a RECEIVE sequence."""
+        """Report the blocks of a RECEIVE sequence."""
         if num_external_tokens and (key := self.received.pop(request.request_id, None)) is not None:
             num_cached = request.num_tokens - num_external_tokens
-            self.tell(Allocated(key, list(blocks.get_block_ids()[0]), num_cached))
+            self.send(Allocated(key, list(blocks.get_block_ids()[0]), num_cached))
 
     def build_connector_meta(self, scheduler_output: Any) -> StepEnds:
-        """Tell the blocks of PREFILL sequences, and note how far the step computes them."""
+        """Report the blocks of PREFILL sequences, and note how far the step computes them."""
         scheduled, self.ends = scheduler_output.num_scheduled_tokens, {}
         if not self.prefilled:
             return StepEnds()
@@ -86,7 +86,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             if (key := self.prefilled.get(new.req_id)) is not None:
                 self._tables[key] = list(new.block_ids[0])
                 self.ends[key] = new.num_computed_tokens + scheduled[new.req_id]
-                self.tell(Allocated(key, self._tables[key], new.num_computed_tokens))
+                self.send(Allocated(key, self._tables[key], new.num_computed_tokens))
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             if (key := self.prefilled.get(request_id)) is None:
@@ -94,7 +94,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self.ends[key] = cached.num_computed_tokens[index] + scheduled[request_id]
             if more := cached.new_block_ids[index]:
                 self._tables[key] += more[0]
-                self.tell(Allocated(key, self._tables[key], -1))
+                self.send(Allocated(key, self._tables[key], -1))
         return StepEnds(self.ends)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
@@ -137,19 +137,20 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self.memory = KvMemory(len(tensors), num_blocks, row_numel, dtype, [])
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
-        """Tell that a layer's KV is there. The last layer is told with the end of the step."""
+        """Report that a layer's KV is there. The report of the step covers the last layer."""
         ends = self._get_connector_metadata().ends
         if ends and (index := self._layers[layer_name] + 1) < len(self._layers):
-            self.tell(LayerDone(index, list(ends.items())))
+            self.send(LayerDone(index, list(ends.items())))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
         """Return the requests whose KV has arrived in part; see `get_block_ids_with_load_errors`."""
-        arrived, self.arrived = self.arrived, set()
-        return None, arrived or None
+        arrived, self.arrived = self.arrived, {}
+        self._missing = set(itertools.chain.from_iterable(arrived.values()))
+        return None, set(arrived) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that have not arrived: vLLM computes their tokens, and those after them."""
-        missing, self.missing = self.missing, set()
+        missing, self._missing = self._missing, set()
         return missing
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:

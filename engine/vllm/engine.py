@@ -88,6 +88,8 @@ logger = logging.getLogger(__name__)
 HUNG = 20.0
 """Factor over the expected time of a step after which the host counts as hung, if that is longer than
 `engine.step_timeout_s`."""
+MAX_NAME = 64
+"""Maximum length of a name in a lease, in characters."""
 PINGS = 4
 """Number of times in `engine.step_timeout_s` at which an idle host must answer."""
 
@@ -194,7 +196,7 @@ class VllmEngine:
             dtype=ready.dtype,
             weights=ready.quantization or "exact",
             kv_dtype=ready.dtype if ready.kv_dtype == "auto" else ready.kv_dtype,
-            attention=ready.attention,
+            attention=ready.attention[:MAX_NAME],
         )
 
     @property
@@ -227,8 +229,8 @@ class VllmEngine:
         return not self._outputs and not self._pins and not self._admission.running
 
     def load(self) -> EngineLoad:
-        """See `ServingEngine.load`. vLLM tells which blocks are free; how many of these are cached is an estimate while
-        sequences run.
+        """See `ServingEngine.load`. The number of cached blocks among the free ones is an estimate while sequences
+        run.
         """
         total, free = self._ready.num_blocks, min(self._counts.num_free, self._ready.num_blocks)
         cached = min(free, max(0, len(self._names) - (total - free)))
@@ -275,7 +277,7 @@ class VllmEngine:
     # -- pins ----------------------------------------------------------------------------------------------------------
 
     async def pin_prefix(self, keys: Sequence[bytes]) -> Pin:
-        """See `ServingEngine.pin_prefix`. vLLM may have evicted blocks that its host has not told of yet."""
+        """See `ServingEngine.pin_prefix`. vLLM may have evicted blocks without a report from its host yet."""
         if self._ready.memory is None or not self._is_running:
             return Pin(-1, ((),))
         num_parts = self._spec.block_size // HASH_BLOCK
@@ -523,7 +525,7 @@ class VllmEngine:
             sequence.num_cached_tokens = sequence.num_computed_tokens = message.num_cached_tokens
             self._put(sequence, Admitted(sequence.key, tables, message.num_cached_tokens))
         else:
-            self._tell_watchers(sequence, sequence.num_computed_tokens, self._spec.num_layers)
+            self._notify(sequence, sequence.num_computed_tokens, self._spec.num_layers)
 
     def _report(self, ends: Sequence[tuple[int, int]], num_layers: int) -> None:
         """Report the progress of the KV of sequences that are computed for other workers."""
@@ -531,9 +533,9 @@ class VllmEngine:
             if (sequence := self._by_name.get(name)) is not None:
                 if num_layers == self._spec.num_layers:
                     sequence.num_computed_tokens = num_tokens
-                self._tell_watchers(sequence, num_tokens, num_layers)
+                self._notify(sequence, num_tokens, num_layers)
 
-    def _tell_watchers(self, sequence: Hosted, num_tokens: int, num_layers: int) -> None:
+    def _notify(self, sequence: Hosted, num_tokens: int, num_layers: int) -> None:
         for on_progress in self._watchers.get(sequence.key, ()):
             on_progress(KvProgress(num_tokens, num_layers, None, (sequence.block_ids,)))
 
@@ -584,7 +586,7 @@ class VllmEngine:
             queue.put_nowait(output)
 
     def _note_idleness(self) -> None:
-        """Check the accounting, and tell that nothing is held, once each time the last sequence has gone."""
+        """Check the accounting, and report that nothing is held, once each time the last sequence has gone."""
         if self._was_idle or not self.is_idle or self._counts.num_free < self._ready.num_blocks:
             return
         self._was_idle = True

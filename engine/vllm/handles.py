@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from baton.errors import BatonError
 from baton.scores import NO_SCORES, TokenScores
 from engine.core.outputs import OnProgress, Output, Pin
 from engine.vllm.admission import Hosted
 
-if TYPE_CHECKING:
-    from engine.vllm.engine import VllmEngine
+
+class Calls(Protocol):
+    """Calls of a sequence's handle to its engine; see `ServedSequence`."""
+
+    def pin(self, sequence: Hosted) -> Pin: ...
+
+    def watch(self, sequence: Hosted, on_progress: OnProgress) -> None: ...
+
+    def insert(self, sequence: Hosted, first_token: int | None, num_tokens: int | None) -> None: ...
+
+    def adopt(self, sequence: Hosted, num_tokens: int) -> None: ...
 
 
 class PinnedBlocks:
@@ -35,7 +44,7 @@ class PinnedBlocks:
 class VllmSequence:
     """A sequence of a `VllmEngine` (`serving.ServedSequence`)."""
 
-    def __init__(self, engine: VllmEngine, sequence: Hosted, queue: asyncio.Queue[Output | BatonError]) -> None:
+    def __init__(self, engine: Calls, sequence: Hosted, queue: asyncio.Queue[Output | BatonError]) -> None:
         self._engine = engine
         self._sequence = sequence
         self._queue = queue

@@ -68,14 +68,14 @@ class HostedVllm:
         start: how to build it.
         failures: socket on which the sampler reports sequences that it cannot draw.
         memory: descriptor of the empty memory in which the KV cache lies if other workers can have its KV.
-        tell: takes messages to the worker, also within a step.
+        send: takes messages to the worker, also within a step.
 
     Raises:
         ModelLoadError: this version of vLLM is not supported.
         Exception: of any kind, from vLLM.
     """
 
-    def __init__(self, start: Start, failures: socket.socket, memory: int, tell: Callable[[Message], None]) -> None:
+    def __init__(self, start: Start, failures: socket.socket, memory: int, send: Callable[[Message], None]) -> None:
         require_supported(version)
         arguments = dict(start.arguments)
         if current_platform.is_cpu():
@@ -100,6 +100,7 @@ class HostedVllm:
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._most_tokens = self._scheduler.max_num_scheduled_tokens
         self._num_prompt_tokens = self._most_tokens
+        self._is_chunked = bool(self._llm.vllm_config.scheduler_config.enable_chunked_prefill)
         self._eos_token_ids = tuple(start.eos_token_ids)
         self._failures = failures
         self._size = (0, 0, 0, 0)
@@ -120,18 +121,17 @@ class HostedVllm:
         self._beside_model: Any = None
         if shares:
             self._beside_model = get_kv_transfer_group()
-        self._tell = tell
         self._memory = self._probed() if shares else None
         if self._memory is not None:
-            self._connector.tell = self._beside_model.tell = tell
+            self._connector.send = self._beside_model.send = send
 
     def _probed(self) -> KvMemory | None:
         """Return where the cache is in the shared memory, with the blocks of a prompt that was computed for this."""
         memory: KvMemory | None = self._beside_model.memory
         if memory is None or len(self._groups) != 1 or self._named_group is None:
             return None
-        told: list[Message] = []
-        self._connector.tell = told.append
+        sent: list[Message] = []
+        self._connector.send = sent.append
         num_tokens = self._groups[0].block_size + 1
         probe = Add(-1, [1] * num_tokens, num_tokens, 1, [], 0, "00", {"temperature": 0}, Purpose.PREFILL.value)
         self.add(probe)
@@ -140,7 +140,7 @@ class HostedVllm:
         self.abort(-1)
         self._llm.reset_prefix_cache()
         self._update()
-        tables = [message.block_ids for message in told if isinstance(message, Allocated)]
+        tables = [message.block_ids for message in sent if isinstance(message, Allocated)]
         return memory._replace(probe=tables[-1])
 
     def ready(self) -> Ready:
@@ -216,6 +216,7 @@ class HostedVllm:
         was_prefilled = self._connector is not None and request_id in self._connector.prefilled
         if self._connector is not None:
             self._connector.forget(request_id)
+            self._beside_model.arrived.pop(request_id, None)  # its blocks may soon be another sequence's
         if self._first.pop(key, None) is not None:
             self._llm.abort_request([str(key)])
             if request is not None and request_id in self._scheduler.requests:  # it has blocks, and waits for KV
@@ -235,8 +236,8 @@ class HostedVllm:
             self._finished(finished_recving={request.request_id})
         else:
             tables = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-            self._beside_model.missing |= set(tables[asked.num_tokens // self._groups[0].block_size :])
-            self._beside_model.arrived.add(request.request_id)
+            missing = tables[asked.num_tokens // self._groups[0].block_size :]
+            self._beside_model.arrived[request.request_id] = missing
         self._is_stuck = False
 
     def adopt(self, asked: Adopt) -> None:
@@ -278,12 +279,16 @@ class HostedVllm:
 
     def step(self) -> tuple[Stepped, list[Failed]]:
         """Execute a step. Return what it did, and the sequences that it could not continue."""
-        limit = len(self._scheduler.running) + self._num_prompt_tokens
-        self._scheduler.max_num_scheduled_tokens = min(self._most_tokens, limit)
+        if self._is_chunked:
+            # A state is kept at the ends of blocks, so a smaller part of a prompt could not be computed.
+            least = max((group.block_size for group in self._groups if group.kind == "state"), default=0)
+            limit = len(self._scheduler.running) + max(least, self._num_prompt_tokens)
+            self._scheduler.max_num_scheduled_tokens = min(self._most_tokens, limit)
+        reports_arrivals = self._beside_model is not None and bool(self._beside_model.arrived)
         began_s = time.perf_counter()
         outputs = self._llm.step()
         took_s = time.perf_counter() - began_s
-        self._is_stuck = not self._size[0]
+        self._is_stuck = not self._size[0] and not reports_arrivals
         failed = list(self._failed())
         progress = []
         for output in outputs:
@@ -395,7 +400,7 @@ class Events:
         block has it.
 
         Args:
-            is_cached: tells of a hash whether a block has it now.
+            is_cached: returns whether a block has a hash now.
         """
         stored: list[StoredBlock] = []
         removed: dict[bytes, None] = {}
@@ -442,7 +447,7 @@ def _attention_of(config: Any) -> str:
 
     layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
     names = dict.fromkeys(layer.get_attn_backend().get_name() for layer in layers)
-    return ", ".join(names).lower()
+    return "+".join(names).lower()
 
 
 def _tag_of(config: Any) -> str:

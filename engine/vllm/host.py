@@ -1,4 +1,4 @@
-"""Process that runs vLLM for one worker: takes commands, executes a step, tells what it did.
+"""Process that runs vLLM for one worker: takes commands, executes a step, reports it.
 
 `python -m engine.vllm.host SOCKET MEMORY FOLDER`: descriptors of the connection and of empty memory for the KV cache,
 and a folder that is private to this process. It ends with its worker: when the socket closes, or between two steps.
@@ -64,7 +64,7 @@ def _run(channel: Channel, failures: socket.socket, memory: int) -> None:
     start = next(channel.receive())
     assert isinstance(start, Start), start
     try:
-        from engine.vllm.hooks import HostedVllm  # seconds, and any error is told
+        from engine.vllm.hooks import HostedVllm  # it takes seconds, and any error is reported
 
         hosted = HostedVllm(start, failures, memory, channel.send)
         ready = hosted.ready()
@@ -110,7 +110,7 @@ class Host:
                     self._channel.send(each)
                 self._channel.send(stepped)
             elif has_taken:
-                self._channel.send(self._hosted.update())  # no step tells what the commands have changed
+                self._channel.send(self._hosted.update())  # no step reports what the commands have changed
 
     def _wait_s(self) -> float | None:
         """Return how long to wait for a command: not at all if there is work."""

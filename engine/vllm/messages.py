@@ -153,11 +153,11 @@ class Allocated(NamedTuple):
     key: int
     block_ids: list[int]
     num_cached_tokens: int
-    """Tokens that were in the prefix cache; -1: as told before."""
+    """Tokens that were in the prefix cache; -1: as reported before."""
 
 
 class LayerDone(NamedTuple):
-    """In a step, the KV of the first layers is there."""
+    """KV of the first layers is there, while a step still computes the others."""
 
     num_layers: int
     ends: list[tuple[int, int]]
@@ -186,11 +186,11 @@ class Progress(NamedTuple):
     finish: str
     """stop or length; empty: it continues."""
     num_cached_tokens: int
-    """Tokens that vLLM found in its prefix cache when it admitted the sequence; -1: as told before."""
+    """Tokens that vLLM found in its prefix cache when it admitted the sequence; -1: as reported before."""
     logprobs: list[list[tuple[int, float]]]
-    """For each new token its log probability and those of others, as pairs of an id and a value; empty: none."""
+    """Log probabilities of each new token and of others, as pairs of an id and a value; empty: none."""
     prompt_logprobs: list[list[tuple[int, float]]]
-    """The same for each prompt token but the first, with the first new token."""
+    """Log probabilities of each prompt token but the first, with the first new token."""
 
 
 class StoredBlock(NamedTuple):
@@ -215,7 +215,7 @@ class Counts(NamedTuple):
     num_preempted: int
     """Preemptions since the start."""
     num_named: int
-    """Hashes in its prefix cache; -1: those of several groups of layers cannot be told apart."""
+    """Hashes in its prefix cache; -1: there are several groups of layers, which share the hashes."""
 
 
 class Stepped(NamedTuple):

@@ -42,7 +42,7 @@ class HostProcess:
         self.memory = memory
         """Descriptor of the memory in which the KV cache lies, if `Ready.memory` is set."""
         self._process = process
-        self._connection = connection
+        self.connection = connection
         self._folder = folder
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -86,7 +86,7 @@ class HostProcess:
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
         """Context manager, entered once: this event loop reads and writes the connection, which is closed on exit."""
-        self._reader, self._writer = await asyncio.open_connection(sock=self._connection)
+        self._reader, self._writer = await asyncio.open_connection(sock=self.connection)
         try:
             yield
         finally:
@@ -112,7 +112,7 @@ class HostProcess:
 
     def close(self) -> None:
         """End the process: gently at first, by closing the connection."""
-        self._connection.close()
+        self.connection.close()
         os.close(self.memory)
         try:
             self._process.wait(END_S)

@@ -144,7 +144,7 @@ class BatonSampler(LogitsProcessor):
         asked = logits.index_select(0, places)
         if any(row.sampling.is_structured for row in rows):
             sampled = self._sampler.sample_and_score(asked, rows)
-            self._tell({rows[place].sequence_key: reason for place, reason in sampled.failures.items()})
+            self._report({rows[place].sequence_key: reason for place, reason in sampled.failures.items()})
             tokens = torch.tensor(sampled.token_ids, device=logits.device)
         elif logits.device.type == "cpu":
             tokens = torch.tensor(self._sampler.sample(asked, rows))
@@ -154,7 +154,7 @@ class BatonSampler(LogitsProcessor):
         logits[places, tokens] = 0.0
         return logits
 
-    def _tell(self, failures: dict[int, str]) -> None:
+    def _report(self, failures: dict[int, str]) -> None:
         """Report the sequences that have no token to the host, which ends them."""
         if not failures or get_tensor_model_parallel_rank():
             return

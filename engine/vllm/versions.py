@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from baton.errors import ModelLoadError
+from baton.errors import ModelLoadError, in_one_line
 
 SUPPORTED = ("0.32", "0.33")
 """The newest two minor versions. The host relies on parts of vLLM that it may change with any of them."""
@@ -37,7 +37,10 @@ def installed_version(python: str) -> str:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise ModelLoadError(f"engine.vllm_python {python} does not run: {error}") from error
+        why = "it does not answer" if isinstance(error, subprocess.TimeoutExpired) else in_one_line(error)
+        if isinstance(error, subprocess.CalledProcessError):
+            why = f"it ends with status {error.returncode}"
+        raise ModelLoadError(f"engine.vllm_python {python} does not run: {why}") from error
     if not (version := asked.stdout.strip()):
         raise ModelLoadError(
             f"engine.vllm_python {python} has no vLLM; install vllm {SUPPORTED[-1]} in its environment"

@@ -39,8 +39,8 @@ BENCHMARKS = (
     "speculation",
     "threads",
 )
-ON_REQUEST = ("simulator",)
-"""Needs a machine that nobody else uses; run with --only."""
+ON_REQUEST = ("simulator", "vllm")
+"""The first needs a machine that nobody else uses, the second an environment with vLLM; run with --only."""
 
 
 def main() -> None:
