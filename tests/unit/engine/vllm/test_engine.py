@@ -54,10 +54,12 @@ def its(subject: Subject) -> VllmEngine:
 
 
 async def test_its_description_is_vllms(hosts: Hosts) -> None:
-    engine = hosts.engine({"ready": {"quantization": "awq", "kv_dtype": "fp8_e4m3"}}, num_blocks=12, max_model_len=100)
+    ready = {"quantization": "awq", "kv_dtype": "fp8_e4m3", "attention": "a" * 100}
+    engine = hosts.engine({"ready": ready}, num_blocks=12, max_model_len=100)
     assert (engine.max_model_len, engine.max_step_tokens, engine.max_adapters) == (100, 64, 0)
     computes = engine.computes
     assert (computes.weights, computes.kv_dtype, computes.dtype, computes.gpu) == ("awq", "fp8_e4m3", "int64", "")
+    assert computes.attention == "a" * 64, "a lease has no room for more"
     assert engine.caches[0].groups[0].shape == (2, 13, 2 * BLOCK_SIZE)
     assert not engine.takes_images
     assert engine.image_placeholder is None
