@@ -37,7 +37,7 @@ async def losing(subject: Subject, message: str) -> AsyncIterator[None]:
                 pass
     finally:
         running.cancel()
-        await asyncio.wait((running,))
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def error_of(subject: Subject, prompt: list[int], **values: Any) -> BatonError:
