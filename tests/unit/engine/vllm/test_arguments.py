@@ -14,8 +14,8 @@ import pytest
 from baton.config import EngineConfig, ModelConfig
 from baton.config.engine import UNKNOWN_TO_VLLM, EveryEngineConfig
 from baton.errors import ConfigError
-from baton.memory import GIB
-from engine.vllm.arguments import CPU_BLOCK_SIZE, HOST_BYTES, arguments_of, cpu_arguments_of
+from baton.memory import GIB, VLLM_PROCESS_BYTES
+from engine.vllm.arguments import CPU_BLOCK_SIZE, arguments_of, cpu_arguments_of
 
 MODEL = ModelConfig(path="/models/m")
 AS_IT_IS: dict[str, Any] = {
@@ -176,8 +176,13 @@ def test_on_cpus_ranks_divide_weights_and_memory(model: ModelConfig) -> None:
 
 
 def test_on_cpus_a_model_or_a_pool_that_does_not_fit_is_refused(model: ModelConfig) -> None:
-    process_gib = HOST_BYTES / GIB
+    process_gib = VLLM_PROCESS_BYTES / GIB
     with pytest.raises(ConfigError, match=r"^there is no room for KV: of the 3\.0 GiB that are free, .* need 3\.0;"):
         pool_gib(model, 1 + process_gib)
     with pytest.raises(ConfigError, match=r"^1 KV pool of 8 GiB does not fit: .* set engine.kv_cache_gib to auto or"):
         pool_gib(model, 8, kv_cache_gib=8.0)
+
+
+def test_on_cpus_quantized_weights_count_as_they_are_stored(model: ModelConfig) -> None:
+    (Path(model.path) / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    assert pool_gib(model, 7) == (7 - 1 / 2 - 2) / 2

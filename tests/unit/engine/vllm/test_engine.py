@@ -7,6 +7,7 @@ import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,12 @@ def its(subject: Subject) -> VllmEngine:
 
 
 async def test_its_description_is_vllms(hosts: Hosts) -> None:
-    engine = hosts.engine({"ready": {"quantization": "awq", "kv_dtype": "fp8_e4m3"}}, num_blocks=12, max_model_len=100)
+    ready = {"quantization": "awq", "kv_dtype": "fp8_e4m3", "attention": "a" * 100}
+    engine = hosts.engine({"ready": ready}, num_blocks=12, max_model_len=100)
     assert (engine.max_model_len, engine.max_step_tokens, engine.max_adapters) == (100, 64, 0)
     computes = engine.computes
     assert (computes.weights, computes.kv_dtype, computes.dtype, computes.gpu) == ("awq", "fp8_e4m3", "int64", "")
+    assert computes.attention == "a" * 64, "a lease has no room for more"
     assert engine.caches[0].groups[0].shape == (2, 13, 2 * BLOCK_SIZE)
     assert not engine.takes_images
     assert engine.image_placeholder is None
@@ -159,15 +162,18 @@ async def test_steps_are_short_while_an_answer_has_an_objective(hosts: Hosts) ->
     for itl_s, least, most in ((1e-6, 1, 9), (float("inf"), 63, 64)):
         subject = hosts.subject()
         told: list[KvProgress] = []
-        async with subject.running() as engine, asyncio.timeout(SOON_S):
-            async with engine.sequence(spec_of(PROMPT[:5], 500, itl_s=itl_s), Purpose.GENERATE) as decoding:
-                await decoding.next()
-                async with engine.sequence(spec_of(PROMPT, 1), Purpose.PREFILL) as handle:
-                    assert isinstance(await handle.next(), Admitted)
-                    handle.watch(told.append)
-                    assert isinstance(await handle.next(), Generated)
+        async with (
+            subject.running() as engine,
+            asyncio.timeout(SOON_S),
+            engine.sequence(spec_of(PROMPT[:5], 500, itl_s=itl_s), Purpose.GENERATE) as decoding,
+        ):
+            await decoding.next()
+            async with engine.sequence(spec_of(PROMPT, 1), Purpose.PREFILL) as handle:
+                assert isinstance(await handle.next(), Admitted)
+                handle.watch(told.append)
+                assert isinstance(await handle.next(), Generated)
         ends = [0, *dict.fromkeys(progress.num_tokens for progress in told)]
-        parts = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+        parts = [end - begin for begin, end in pairwise(ends)]
         assert sum(parts) == len(PROMPT)
         assert least <= max(parts) <= most
 
@@ -258,9 +264,10 @@ async def test_what_vllm_is_not_asked_for_is_refused_by_name(hosts: Hosts) -> No
             await engine.keep_images([b"image"], b"seed")
         with pytest.raises(Unsupported, match="holds no adapters"):
             await engine.check_adapter("/adapters/one")
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        named: list[dict[str, Any]] = [{"stop_token_ids": (3, 49152)}, {"allowed_token_ids": (49152,)}]
+        for values in named:
             with pytest.raises(InvalidRequest, match="token id 49152 is outside the model's vocabulary"):
-                await subject.answer(spec_of(PROMPT, **{name: (3, 49152)}))
+                await subject.answer(sequence_spec(PROMPT, **values))
         assert engine.hypotheses(spec_of(PROMPT)) == NO_HYPOTHESES
         async with engine.sequence(spec_of(PROMPT, 50), Purpose.GENERATE) as handle:
             await handle.next()
@@ -272,7 +279,7 @@ async def test_without_shared_memory_a_worker_exchanges_no_kv(hosts: Hosts) -> N
     subject = hosts.subject({"ready": {"memory": None}})
     async with subject.running() as engine:
         for purpose in (Purpose.PREFILL, Purpose.RECEIVE):
-            with pytest.raises(TransferRefused, match="exchanges no KV; set router.mode to aggregated"):
+            with pytest.raises(TransferRefused, match=r"exchanges no KV; set router.mode to aggregated"):
                 async with engine.sequence(spec_of(PROMPT), purpose):
                     pass
         assert (await subject.answer(spec_of(PROMPT, 8)))[0] == subject.expected(PROMPT, 8)
@@ -315,10 +322,14 @@ async def test_received_kv_is_continued_and_what_is_missing_is_computed(
     hosts: Hosts, num_blocks: int, first_token: int | None, num_tokens: int | None
 ) -> None:
     subject = hosts.subject()
-    async with subject.running(), asyncio.timeout(SOON_S):
-        async with copied(its(subject), spec_of(PROMPT, 1), spec_of(PROMPT, 9, **TENANT), num_blocks) as target:
-            target.insert(first_token, num_tokens)
-            tokens, _ = await read(target)
+    received = spec_of(PROMPT, 9, **TENANT)
+    async with (
+        subject.running(),
+        asyncio.timeout(SOON_S),
+        copied(its(subject), spec_of(PROMPT, 1), received, num_blocks) as target,
+    ):
+        target.insert(first_token, num_tokens)
+        tokens, _ = await read(target)
     if first_token is None:
         assert tokens == subject.expected(PROMPT, 9)
     else:
@@ -389,7 +400,7 @@ async def test_a_pinned_prefix_is_not_evicted_until_its_pin_is_given_back(hosts:
             assert (await subject.answer(spec_of(other, 20, f"r{number}")))[0] == subject.expected(other, 20)
         assert bool((engine.caches[0].groups[0][:, list(pin.block_ids[0])] == rows).all())
         assert engine.load().blocks.in_use == 3
-        assert not engine.is_idle
+        assert not its(subject).is_idle
         engine.unpin(pin)
         engine.unpin(pin)
         for number in range(4):
@@ -441,7 +452,7 @@ async def test_who_does_not_wait_for_a_pin_leaves_none(hosts: Hosts) -> None:
         pinning.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pinning
-        await until(lambda: engine.load().blocks.in_use == 0 and engine.is_idle, SOON_S)
+        await until(lambda: engine.load().blocks.in_use == 0 and its(subject).is_idle, SOON_S)
 
 
 async def test_a_pin_that_the_end_of_the_run_leaves_open_is_of_nothing(hosts: Hosts) -> None:

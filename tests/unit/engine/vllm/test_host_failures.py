@@ -37,7 +37,7 @@ async def losing(subject: Subject, message: str) -> AsyncIterator[None]:
                 pass
     finally:
         running.cancel()
-        await asyncio.wait((running,))
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def error_of(subject: Subject, prompt: list[int], **values: Any) -> BatonError:
@@ -57,34 +57,33 @@ async def test_a_host_that_dies_while_it_is_idle_is_noticed_at_once(hosts: Hosts
 async def test_a_host_that_dies_in_a_step_takes_those_along_that_it_had(hosts: Hosts) -> None:
     """One that waits has not been in the step, which may be why it died: it must not count as the cause."""
     subject = hosts.subject(max_num_seqs=2)
-    async with losing(subject, "its process has ended with status 3"):
-        async with subject.engine.sequence(spec_of(PROMPT, 300), Purpose.GENERATE) as beside:
-            await beside.next()
-            deadly = asyncio.create_task(
-                error_of(
-                    subject,
-                    [1, DEADLY],
-                )
-            )
-            await until(lambda: subject.engine.load().running == 2 or deadly.done(), SOON_S)
-            waiting = asyncio.create_task(error_of(subject, PROMPT))
-            with pytest.raises(LostInStep, match="has failed in a step of this request: vLLM's process"):
-                await read(beside)
-            assert isinstance(await deadly, LostInStep)
-            error = await waiting
-            assert type(error) is DeviceLost
+    async with (
+        losing(subject, "its process has ended with status 3"),
+        subject.engine.sequence(spec_of(PROMPT, 1500), Purpose.GENERATE) as beside,
+    ):
+        await beside.next()
+        deadly = asyncio.create_task(error_of(subject, [1, DEADLY]))
+        await until(lambda: subject.engine.load().running == 2 or deadly.done(), SOON_S)
+        waiting = asyncio.create_task(error_of(subject, PROMPT))
+        with pytest.raises(LostInStep, match="has failed in a step of this request: vLLM's process"):
+            await read(beside)
+        assert isinstance(await deadly, LostInStep)
+        error = await waiting
+        assert type(error) is DeviceLost
 
 
 async def test_a_step_that_fails_is_named_and_the_host_ends(hosts: Hosts) -> None:
     subject = hosts.subject(max_num_seqs=1)
     async with losing(subject, "RuntimeError: the model has failed"):
-        async with subject.engine.sequence(spec_of([1, FATAL], 9), Purpose.GENERATE) as fatal:
-            async with subject.engine.sequence(spec_of(PROMPT, 9), Purpose.GENERATE) as waiting:
-                with pytest.raises(LostInStep, match="RuntimeError: the model has failed"):
-                    await asyncio.wait_for(fatal.next(), SOON_S)
-                with pytest.raises(DeviceLost) as lost:
-                    await asyncio.wait_for(waiting.next(), SOON_S)
-                assert lost.type is DeviceLost
+        async with (
+            subject.engine.sequence(spec_of([1, FATAL], 9), Purpose.GENERATE) as fatal,
+            subject.engine.sequence(spec_of(PROMPT, 9), Purpose.GENERATE) as waiting,
+        ):
+            with pytest.raises(LostInStep, match="RuntimeError: the model has failed"):
+                await asyncio.wait_for(fatal.next(), SOON_S)
+            with pytest.raises(DeviceLost) as lost:
+                await asyncio.wait_for(waiting.next(), SOON_S)
+            assert lost.type is DeviceLost
         await until(
             lambda: not host_of(its(subject)).is_running() or host_of(its(subject)).status() == "zombie", SOON_S
         )
@@ -118,15 +117,17 @@ async def test_a_host_that_hangs_while_it_holds_received_blocks_is_noticed_once_
     """A sequence that waits for KV may wait for long: that alone is no reason."""
     monkeypatch.setattr(process, "END_S", 0.2)
     subject = hosts.subject(step_timeout_s=TIMEOUT_S)
-    async with losing(subject, "it has not answered within 1 s"):
-        async with subject.engine.sequence(spec_of(PROMPT, 5), Purpose.RECEIVE) as handle:
-            await handle.next()
-            await asyncio.sleep(1.5 * TIMEOUT_S)
-            assert handle.take_ready() == []
-            host_of(its(subject)).send_signal(signal.SIGSTOP)
-            handle.insert(None)
-            with pytest.raises(LostInStep):
-                await asyncio.wait_for(handle.next(), SOON_S)
+    async with (
+        losing(subject, "it has not answered within 1 s"),
+        subject.engine.sequence(spec_of(PROMPT, 5), Purpose.RECEIVE) as handle,
+    ):
+        await handle.next()
+        await asyncio.sleep(1.5 * TIMEOUT_S)
+        assert handle.take_ready() == []
+        host_of(its(subject)).send_signal(signal.SIGSTOP)
+        handle.insert(None)
+        with pytest.raises(LostInStep):
+            await asyncio.wait_for(handle.next(), SOON_S)
 
 
 async def test_a_host_that_answers_is_not_lost(hosts: Hosts) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import psutil
 import pytest
 import torch
 
-from baton.errors import ModelLoadError
+from baton.config import Config
+from baton.errors import ConfigError, ModelLoadError
 from engine.vllm import process
 from engine.vllm.messages import Abort, Message, Ping, Pong, Start, Stepped
 from engine.vllm.process import HostProcess
@@ -39,7 +41,7 @@ def started(folder: Path, start: Start = START, **behaviour: Any) -> HostProcess
     return HostProcess.start(fake_vllm(folder, **behaviour), start, folder / "cache", 1)
 
 
-# -- what it is started with ---------------------------------------------------------------------------------------------
+# -- what it is started with -------------------------------------------------------------------------------------------
 
 
 def test_worker_and_host_have_different_versions_of_torch(hosts: Hosts) -> None:
@@ -127,7 +129,7 @@ def test_the_host_gets_the_settings(hosts: Hosts) -> None:
     assert (engine.num_blocks, engine.max_model_len, engine.vocab_size) == ((21,), 20 * 32, 49152)
 
 
-# -- how it starts, or does not --------------------------------------------------------------------------------------------
+# -- how it starts, or does not ----------------------------------------------------------------------------------------
 
 
 def test_what_vllm_raises_at_its_start_is_shown_and_nothing_is_left(tmp_path: Path) -> None:
@@ -173,19 +175,21 @@ def test_an_engine_that_cannot_be_built_ends_its_host(hosts: Hosts) -> None:
             hosts.started(config)
         check()
         behave(hosts.python, ready={"device": "NVIDIA H200"})
-        config = config.__class__(
-            model=config.model.__class__(path=config.model.path, device="cpu"), engine=config.engine
-        )
-        with pytest.raises(Exception, match="model.device is cpu, but the vLLM of engine.vllm_python computes on GPUs"):
-            hosts.started(config)
+        with pytest.raises(
+            ConfigError, match=r"model.device is cpu, but the vLLM of engine.vllm_python computes on GPUs"
+        ):
+            hosts.started(on_device(config, "cpu"))
         check()
 
 
+def on_device(config: Config, device: str) -> Config:
+    return replace(config, model=replace(config.model, device=device))
+
+
 def test_a_gpu_that_is_asked_for_must_be_there(hosts: Hosts) -> None:
-    config = hosts.config()
-    config = config.__class__(model=config.model.__class__(path=config.model.path, device="cuda"), engine=config.engine)
+    config = on_device(hosts.config(), "cuda")
     with pytest.raises(
-        ModelLoadError, match="model.device is cuda, but the vLLM of engine.vllm_python computes on CPUs"
+        ModelLoadError, match=r"model.device is cuda, but the vLLM of engine.vllm_python computes on CPUs"
     ):
         hosts.started(config)
 

@@ -53,8 +53,8 @@ def test_the_workers_packages_are_not_the_environments(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("text", "mode", "said"),
     [
-        ("exit 3", 0o755, "exit status 3"),
-        ("kill -9 $$", 0o755, "SIGKILL"),
+        ("exit 3", 0o755, "it ends with status 3"),
+        ("kill -9 $$", 0o755, "it ends with status -9"),
         ("echo 0.33.0", 0o644, "Permission denied"),
     ],
 )
@@ -71,7 +71,7 @@ def test_an_interpreter_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_an_interpreter_that_hangs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "ASKING_S", 0.2)
-    with pytest.raises(ModelLoadError, match=r"does not run: .*timed out after 0\.2 seconds"):
+    with pytest.raises(ModelLoadError, match="does not run: it does not answer"):
         installed_version(script(tmp_path, "exec sleep 600"))
 
 
