@@ -116,7 +116,7 @@ class Admission:
         num_blocks: blocks of the pool.
         max_num_seqs: maximum number of sequences that vLLM has.
         max_step_tokens: maximum number of tokens of a step.
-        output_reservation: tokens of an answer that are reserved at a time.
+        output_reservation: tokens of an answer that are reserved at a time; at least `MARGIN` are.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Admission:
         self._num_blocks = num_blocks
         self._max_num_seqs = max_num_seqs
         self._max_step_tokens = max_step_tokens
-        self._output_reservation = output_reservation
+        self._output_reservation = max(output_reservation, MARGIN)
         self._names = itertools.count()
         self._num_reserved = 0
         self._num_pinned = 0

@@ -7,15 +7,13 @@ from typing import Any
 
 from baton.config import EngineConfig, ModelConfig
 from baton.errors import ConfigError
-from baton.memory import GIB, Room, weights_bytes
+from baton.memory import GIB, VLLM_PROCESS_BYTES, Room, bytes_of_vllm
 
 QUANTIZED = {"exact": None, "fp8": "fp8"}
 """`model.weights` -> vLLM's quantization of weights that are not quantized."""
 CPU_BLOCK_SIZE = 32
 """Tokens per block that vLLM's attention on CPUs needs at least. Its own default is four times as many, which would let
 short prefixes go unused."""
-HOST_BYTES = 2 * GIB
-"""Memory of a host without weights and KV cache, on CPUs."""
 
 
 def arguments_of(model: ModelConfig, engine: EngineConfig, share: float) -> dict[str, Any]:
@@ -71,7 +69,7 @@ def cpu_arguments_of(model: ModelConfig, engine: EngineConfig, free_bytes: int) 
         ConfigError: there is no room for a KV cache.
     """
     dtype = "float32" if model.dtype == "auto" else model.dtype
-    needed = weights_bytes(Path(model.path), dtype) // engine.tensor_parallel + HOST_BYTES
+    needed = bytes_of_vllm(Path(model.path), dtype) // engine.tensor_parallel + VLLM_PROCESS_BYTES
     room = Room(free=free_bytes, num_pools=engine.tensor_parallel, needed=needed)
     pool_gib = room.pool_gib("auto" if engine.num_blocks else engine.kv_cache_gib)
     return {

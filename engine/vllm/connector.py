@@ -10,6 +10,7 @@ the worker's KV transfer reads and writes it (`shared_cache`; on a GPU `gpu_expo
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -53,8 +54,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         prefilled: keys of the PREFILL sequences, by vLLM's request id, until they are released.
         received: keys of the RECEIVE sequences that have no blocks yet, by vLLM's request id.
         ends: see `StepEnds`; of the last step that was scheduled.
-        arrived: requests whose KV has arrived only in part.
-        missing: blocks of these requests that have not arrived.
+        arrived: requests whose KV has arrived in part, with the blocks that are missing.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -63,8 +63,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self.prefilled: dict[str, int] = {}
         self.received: dict[str, int] = {}
         self.ends: dict[int, int] = {}
-        self.arrived: set[str] = set()
-        self.missing: set[int] = set()
+        self.arrived: dict[str, list[int]] = {}
         self.memory: KvMemory | None = None
         """Description of the cache in the shared memory; None: it cannot be shared."""
         self.descriptors: list[int] = []
@@ -72,6 +71,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self.why_not_shared = "its layers are not one buffer of rows"
         self._num_blocks: int = kv_cache_config.num_blocks
         self._reports_layers = True
+        self._missing: set[int] = set()
         self._tables: dict[int, list[int]] = {}
         self._layers: dict[str, int] = {}
         self._map: mmap.mmap | None = None
@@ -177,12 +177,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
         """Return the requests whose KV has arrived in part; see `get_block_ids_with_load_errors`."""
-        arrived, self.arrived = self.arrived, set()
-        return None, arrived or None
+        arrived, self.arrived = self.arrived, {}
+        self._missing = set(itertools.chain.from_iterable(arrived.values()))
+        return None, set(arrived) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that have not arrived: vLLM computes their tokens, and those after them."""
-        missing, self.missing = self.missing, set()
+        missing, self._missing = self._missing, set()
         return missing
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:

@@ -87,6 +87,8 @@ logger = logging.getLogger(__name__)
 HUNG = 20.0
 """Factor over the expected time of a step after which the host counts as hung, if that is longer than
 `engine.step_timeout_s`."""
+MAX_NAME = 64
+"""Maximum length of a name in a lease, in characters."""
 PINGS = 4
 """Number of times in `engine.step_timeout_s` at which an idle host must answer."""
 
@@ -191,7 +193,7 @@ class VllmEngine:
             dtype=ready.dtype,
             weights=ready.quantization or "exact",
             kv_dtype=ready.dtype if ready.kv_dtype == "auto" else ready.kv_dtype,
-            attention=ready.attention,
+            attention=ready.attention[:MAX_NAME],
         )
 
     @property
@@ -281,7 +283,9 @@ class VllmEngine:
             return Pin(-1, ((),))
         pin_id = next(self._pin_ids)
         self._pins[pin_id] = pinned = PinnedBlocks()
-        self._send(PinPrefix(pin_id, [name for name in names if name], max(0, self._admission.num_free)))
+        pinned.num_taken = min(len(names), max(0, self._admission.num_free))
+        self._admission.pin(pinned.num_taken)  # as many as it may take, so that no sequence gets them meanwhile
+        self._send(PinPrefix(pin_id, [name for name in names if name], pinned.num_taken))
         try:
             await pinned.is_known
         except asyncio.CancelledError:
@@ -393,11 +397,17 @@ class VllmEngine:
     async def run(self, on_event: OnEngineEvent = ignore_event) -> None:
         """See `ServingEngine.run`."""
         self._on_event = on_event
-        async with self._host.connected(), asyncio.TaskGroup() as tasks:
-            self._is_running = True
-            tasks.create_task(self._receive())
-            tasks.create_task(self._admit())
-            tasks.create_task(self._watch())
+        try:
+            async with self._host.connected(), asyncio.TaskGroup() as tasks:
+                self._is_running = True
+                tasks.create_task(self._receive())
+                tasks.create_task(self._admit())
+                tasks.create_task(self._watch())
+        finally:
+            self._is_running = False
+            for pinned in self._pins.values():  # they are of nothing: the host does not answer any more
+                if not pinned.is_known.done():
+                    pinned.is_known.set_result(None)
 
     async def _admit(self) -> NoReturn:
         """Give vLLM what fits, whenever something has changed."""
@@ -529,8 +539,8 @@ class VllmEngine:
     def _pinned(self, message: Pinned) -> None:
         if (pinned := self._pins.get(message.pin_id)) is None:
             return
+        self._admission.pin(message.num_taken - pinned.num_taken)
         pinned.block_ids, pinned.num_taken = message.block_ids, message.num_taken
-        self._admission.pin(message.num_taken)
         if pinned.is_unwanted:
             self.unpin(Pin(message.pin_id, ()))
         elif not pinned.is_known.done():

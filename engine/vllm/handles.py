@@ -35,7 +35,7 @@ class PinnedBlocks:
         self.sequence = sequence
         self.block_ids: list[int] = []
         self.num_taken = 0
-        """Blocks that were in use by no sequence."""
+        """Blocks that were in use by no sequence; until the host has answered, how many it may take of those."""
         self.is_unwanted = False
         """True if nobody waits for them any more."""
         self.is_known: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -102,6 +102,7 @@ class HostedVllm:
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._most_tokens = self._scheduler.max_num_scheduled_tokens
         self._num_prompt_tokens = self._most_tokens
+        self._is_chunked = bool(self._llm.vllm_config.scheduler_config.enable_chunked_prefill)
         self._eos_token_ids = tuple(start.eos_token_ids)
         self._failures = failures
         self._size = (0, 0, 0, 0)
@@ -230,6 +231,7 @@ class HostedVllm:
         was_prefilled = self._connector is not None and request_id in self._connector.prefilled
         if self._connector is not None:
             self._connector.forget(request_id)
+            self._beside_model.arrived.pop(request_id, None)  # its blocks may soon be another sequence's
         if self._first.pop(key, None) is not None:
             self._llm.abort_request([str(key)])
             if request is not None and request_id in self._scheduler.requests:  # it has blocks, and waits for KV
@@ -249,8 +251,8 @@ class HostedVllm:
             self._finished(finished_recving={request.request_id})
         else:
             tables = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-            self._beside_model.missing |= set(tables[asked.num_tokens // self._groups[0].block_size :])
-            self._beside_model.arrived.add(request.request_id)
+            missing = tables[asked.num_tokens // self._groups[0].block_size :]
+            self._beside_model.arrived[request.request_id] = missing
         self._is_stuck = False
 
     def adopt(self, asked: Adopt) -> None:
@@ -292,12 +294,16 @@ class HostedVllm:
 
     def step(self) -> tuple[Stepped, list[Failed]]:
         """Execute a step. Return what it did, and the sequences that it could not continue."""
-        limit = len(self._scheduler.running) + self._num_prompt_tokens
-        self._scheduler.max_num_scheduled_tokens = min(self._most_tokens, limit)
+        if self._is_chunked:
+            # A state is kept at the ends of blocks, so a smaller part of a prompt could not be computed.
+            least = max((group.block_size for group in self._groups if group.kind == "state"), default=0)
+            limit = len(self._scheduler.running) + max(least, self._num_prompt_tokens)
+            self._scheduler.max_num_scheduled_tokens = min(self._most_tokens, limit)
+        reports_arrivals = self._beside_model is not None and bool(self._beside_model.arrived)
         began_s = time.perf_counter()
         outputs = self._llm.step()
         took_s = time.perf_counter() - began_s
-        self._is_stuck = not self._size[0]
+        self._is_stuck = not self._size[0] and not reports_arrivals
         failed = list(self._failed())
         progress = []
         for output in outputs:
@@ -456,7 +462,7 @@ def _attention_of(config: Any) -> str:
 
     layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
     names = dict.fromkeys(layer.get_attn_backend().get_name() for layer in layers)
-    return ", ".join(names).lower()
+    return "+".join(names).lower()
 
 
 def _tag_of(config: Any) -> str:

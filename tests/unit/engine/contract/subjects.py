@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from engine.core.serving import ServedSequence, ServingEngine
 from engine.engines import make_engine
 from engine.testing import expected_tokens
 from tests.support.event_log import EventLog
+from tests.support.fake_vllm.environment import fake_vllm, model_without_weights
 from tests.support.vllm import vllm_python
 from tests.support.waiting import until
 from tests.unit.engine.scripted import ScriptedEngine
@@ -102,13 +103,22 @@ def transformers(folder: Path) -> Subject:
     return _own(folder, "transformers")
 
 
+def hosted_arithmetic(folder: Path) -> Subject:
+    """Baton's engine over vLLM's process, in which the arithmetic model takes the place of vLLM."""
+    config = Config(
+        model=model_without_weights(folder / "model"),
+        engine=replace(SETTINGS, runner="vllm", vllm_python=fake_vllm(folder)),
+    )
+    return Subject(engine=make_engine(config, folder), expected=expected_tokens)
+
+
 def vllm(folder: Path) -> Subject:
     """An unpatched vLLM, in a process and a Python environment of its own."""
     return _own(folder, "vllm", vllm_python=vllm_python(), vllm_args={"enforce_eager": True})
 
 
 SUBJECTS: dict[str, Callable[[Path], Subject]] = {
-    each.__name__: each for each in (arithmetic, scripted, native, transformers, vllm)
+    each.__name__: each for each in (arithmetic, scripted, hosted_arithmetic, native, transformers, vllm)
 }
 OF_REAL_MODELS = {"native", "transformers", "vllm"}
 """Engines whose models have probabilities, so that seeds matter. They take seconds to load."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,14 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
     made = SUBJECTS[request.param](tmp_path)
     yield made
     made.engine.close()
+
+
+@contextlib.asynccontextmanager
+async def closed_at_the_end(subject: Subject) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        subject.engine.close()
 
 
 def spec_of(prompt: list[int], num_tokens: int = 8, name: str = "r", **values: Any) -> SequenceSpec:
@@ -241,6 +249,7 @@ async def test_kv_goes_to_another_worker_which_continues_and_pulls_prefixes(
     ]
     transfer = with_link("tcp", slot_bytes=1 << 18, span_tokens=32)
     async with (
+        closed_at_the_end(other),
         subject.running(),
         other.running(),
         serving(subject.engine, "here", transfer) as here,
@@ -278,3 +287,20 @@ async def test_blocks_are_reserved_before_kv_arrives_and_freed_if_it_never_does(
             num_blocks = sum(len(blocks) for blocks in reserved.block_ids)
             assert engine.load().blocks.in_use >= num_blocks > 0
         await until(lambda: engine.load().blocks.in_use == 0, SOON_S)
+
+
+async def test_kv_that_has_not_arrived_is_computed(subject: Subject) -> None:
+    """And a first token that another worker has drawn is what the answer goes on from, whatever is drawn here."""
+    engine = subject.engine
+    first = (subject.expected(PROMPT, 1)[0] + 1) % 400
+    async with subject.running():
+        for given, expected in (
+            (None, subject.expected(PROMPT, 6)),
+            (first, subject.expected([*PROMPT, first], 5)),
+        ):
+            async with asyncio.timeout(SOON_S), engine.sequence(spec_of(PROMPT, 6), Purpose.RECEIVE) as handle:
+                assert isinstance(await handle.next(), Reserved)
+                handle.insert(given, 0)
+                tokens, outputs = await read(handle)
+            assert tokens == expected
+            assert outputs[-1].finish_reason is FinishReason.LENGTH

@@ -1,0 +1,81 @@
+"""Models that vLLM computes and Baton's native step does not, from a prompt to streamed text: `make test-vllm`.
+
+The tokens are compared with those of plain vLLM, which runs in its own environment without anything of Baton's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton import wire
+from baton.api import GenerateRequest, Text
+from baton.cluster import Role
+from baton.config import RouterConfig, TransferConfig
+from baton.v1 import inference_pb2
+from tests.chaos.asks import listen
+from tests.chaos.fleet import running_fleet
+from tests.integration.cluster import is_idle
+from tests.support import vllm_models
+from tests.support.vllm import vllm_python
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+NUM_TOKENS = 24
+TEXT = "The capital of France is Paris, and that of Portugal is Lisbon. " * 6
+PLAIN = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.inputs import tokens_input
+folder, dtype, num_tokens, prompt = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+limits = {"kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 4}
+model = LLM(folder, skip_tokenizer_init=True, enforce_eager=True, dtype=dtype, **limits)
+params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+print(json.dumps(list(model.generate([tokens_input(prompt)], params)[0].outputs[0].token_ids)))
+"""
+
+
+def plain_answer(folder: Path, dtype: str, prompt: list[int]) -> list[int]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    words = [vllm_python(), "-c", PLAIN, str(folder), dtype, str(NUM_TOKENS), json.dumps(prompt)]
+    ran = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True, cwd=folder)
+    answer: list[int] = json.loads(ran.stdout.strip().splitlines()[-1])
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(vllm_models.mla, "float32"), (vllm_models.hybrid, "bfloat16")], ids=["mla", "hybrid"]
+)
+def test_text_is_streamed_as_plain_vllm_computes_it(make: Callable[[Path], Path], dtype: str, tmp_path: Path) -> None:
+    python, folder = vllm_python(), make(tmp_path / "model")
+    router = RouterConfig(mode="aggregated", cache_secret="models")
+    settings: dict[str, Any] = {
+        "runner": "vllm",
+        "vllm_python": python,
+        "vllm_args": {"enforce_eager": True},
+        "kv_cache_gib": 0.25,
+    }
+    with running_fleet(TransferConfig(), router, model_path=folder, num_blocks=0, lease_s=10.0, **settings) as fleet:
+        config = replace(fleet.config, model=replace(fleet.config.model, dtype=dtype))
+        fleet.wait_for(fleet.add(Role.DECODE, config=config))
+        asked = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        request = GenerateRequest(prompt=Text(TEXT), sampling=asked)
+        texts = []
+        for _ in range(2):  # the second time with a cached prefix, if the model can reuse one
+            parts = [wire.generate_chunk(part) for part in fleet.inference.Generate(wire.generate_request(request))]
+            assert sum(bool(part.text) for part in parts) > 3, "it is streamed"
+            (choice,) = listen(parts).answer.choices
+            texts.append(choice)
+        assert texts[0] == texts[1]
+        prompt = list(fleet.inference.Tokenize(inference_pb2.TokenizeRequest(text=TEXT)).token_ids)
+        fleet.routers[0].wait_for(lambda status: all(map(is_idle, status["workers"])))
+    assert list(texts[0].token_ids) == plain_answer(folder, dtype, prompt)
+    assert texts[0].text
