@@ -519,7 +519,8 @@ class VllmEngine:
                 ),
             )
         elif is_first:
-            sequence.num_cached_tokens = sequence.num_computed_tokens = message.num_cached_tokens
+            # Another sequence of the same step may compute what is cached: it is there once the step is reported.
+            sequence.num_cached_tokens = message.num_cached_tokens
             self._put(sequence, Admitted(sequence.key, tables, message.num_cached_tokens))
         else:
             self._notify(sequence, sequence.num_computed_tokens, self._spec.num_layers)

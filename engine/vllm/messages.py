@@ -311,6 +311,8 @@ HEAD_BYTES = _LENGTH.size
 
 MAX_DESCRIPTORS = 253
 """Maximum number of descriptors that Linux sends at a time."""
+_INT = struct.Struct("i")
+_ROOM = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT.size)
 
 
 class Channel:
@@ -349,10 +351,11 @@ class Channel:
         while not self._is_whole:
             if not select.select((self._connection,), (), (), timeout_s)[0]:
                 return
-            chunk, descriptors, *_ = socket.recv_fds(
-                self._connection, 1 << 20, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
-            self.descriptors += descriptors
+            # `socket.recv_fds` ignores its flags, so children would inherit the descriptors.
+            chunk, extras, *_ = self._connection.recvmsg(1 << 20, _ROOM, socket.MSG_CMSG_CLOEXEC)
+            for level, kind, packed in extras:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    self.descriptors += struct.unpack(f"{len(packed) // _INT.size}i", packed)
             if not chunk:
                 raise EOFError
             self._received += chunk
