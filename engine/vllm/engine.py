@@ -158,6 +158,7 @@ class VllmEngine:
         tokenizer = folder / "tokenizer.json"
         below = [token for token in eos_token_ids if token < ready.vocab_size]
         self._structures = Structures(tokenizer if tokenizer.exists() else None, ready.vocab_size, below)
+        self._structures.load()
         self._preparing = Turns(NUM_PREPARING, MAX_PREPARING)
         self._counts = Counts(ready.num_blocks, 0, 0, -1)
         self._num_sent_tokens = 0

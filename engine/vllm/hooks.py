@@ -33,6 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from engine.core.sequence import Purpose
+from engine.sampling.structure import Structures
 from engine.vllm.connector import DESCRIPTOR, BatonConnector
 from engine.vllm.gpu_export import close_all
 from engine.vllm.messages import (
@@ -103,7 +104,8 @@ class HostedVllm:
         self._most_tokens = self._scheduler.max_num_scheduled_tokens
         self._num_prompt_tokens = self._most_tokens
         self._is_chunked = bool(self._llm.vllm_config.scheduler_config.enable_chunked_prefill)
-        self._eos_token_ids = tuple(start.eos_token_ids)
+        vocab_size = self._llm.vllm_config.model_config.get_vocab_size()
+        self._eos_token_ids = tuple(token for token in start.eos_token_ids if token < vocab_size)
         self._failures = failures
         self._size = (0, 0, 0, 0)
         self._num_preempted = 0
@@ -117,6 +119,7 @@ class HostedVllm:
         self._ids: dict[int, str] = {}
         """vLLM's request ids of the sequences whose blocks it has."""
         self._pins: dict[int, list[Any]] = {}
+        self._structures().load()  # the first structure would take seconds, for which steps wait
         self._is_stuck = False
         """True if all sequences wait for KV: the last step computed nothing."""
         self._connector: Any = self._scheduler.connector
@@ -190,8 +193,11 @@ class HostedVllm:
         Raises:
             InvalidRequest: the structure cannot be supported.
         """
-        params, model = params_of(asked.sampling), self._llm.vllm_config.model_config
-        structures_of(model.model, model.get_vocab_size(), self._eos_token_ids).prepare(params)
+        self._structures().prepare(params_of(asked.sampling))
+
+    def _structures(self) -> Structures:
+        model = self._llm.vllm_config.model_config
+        return structures_of(model.model, model.get_vocab_size(), self._eos_token_ids)
 
     def add(self, asked: Add) -> None:
         """Add a sequence to vLLM's queue. Any error means that vLLM refuses it."""
