@@ -29,7 +29,7 @@ from baton.errors import (
     Unsupported,
 )
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
-from baton.memory import available_memory
+from baton.memory import GIB, available_memory
 from baton.messages import PrefillReport, SeenImage, SequenceSpec
 from baton.sampling import FinishReason
 from baton.tasks import seen_through
@@ -84,6 +84,8 @@ from engine.vllm.process import HostProcess
 from engine.vllm.versions import installed_version, require_supported
 
 logger = logging.getLogger(__name__)
+CONTEXT_BYTES = GIB
+"""Memory of a GPU that the worker's CUDA context takes."""
 HUNG = 20.0
 """Factor over the expected time of a step after which the host counts as hung, if that is longer than
 `engine.step_timeout_s`."""
@@ -108,7 +110,8 @@ def vllm_engine(config: Config, cache: Path) -> VllmEngine:
         arguments=arguments_of(model, settings, settings.memory_share),
         eos_token_ids=list(end_of_sequence_ids(Path(model.path))),
         cpu_arguments=cpu_arguments_of(model, settings, available_memory(settings.memory_share)),
-        exchanges_kv=config.router.mode != "aggregated",
+        # In mode aggregated vLLM on GPUs runs without a connector, whose interface may change with any of its versions.
+        exchange_bytes=0 if config.router.mode == "aggregated" else config.transfer.gpu_bytes(1) + CONTEXT_BYTES,
     )
     host = HostProcess.start(settings.vllm_python, start, cache, settings.num_threads)
     try:

@@ -82,15 +82,9 @@ class HostedVllm:
         arguments = dict(start.arguments)
         if current_platform.is_cpu():
             arguments |= start.cpu_arguments
-        is_wanted = current_platform.is_cpu() or (current_platform.is_cuda() and start.exchanges_kv)
+        is_wanted = current_platform.is_cpu() or (current_platform.is_cuda() and start.exchange_bytes > 0)
         if shares := is_wanted and arguments["tensor_parallel_size"] == 1:
-            arguments["kv_transfer_config"] = KVTransferConfig(
-                kv_connector=BatonConnector.__name__,
-                kv_connector_module_path=BatonConnector.__module__,
-                kv_role="kv_both",
-                kv_load_failure_policy="recompute",
-                kv_connector_extra_config={DESCRIPTOR: memory},
-            )
+            arguments |= _connected(arguments, memory, start.exchange_bytes)
         self._llm = LLMEngine.from_engine_args(
             EngineArgs(
                 **arguments,
@@ -390,6 +384,22 @@ class HostedVllm:
 
     def _is_cached(self, name: bytes) -> bool:
         return self._named_group is not None and bool(self._pool.get_cached_block(name, [self._named_group]))
+
+
+def _connected(arguments: Mapping[str, Any], memory: int, exchange_bytes: int) -> dict[str, Any]:
+    """Return arguments with which vLLM has the connector, and on a GPU leaves the worker its memory."""
+    connector = KVTransferConfig(
+        kv_connector=BatonConnector.__name__,
+        kv_connector_module_path=BatonConnector.__module__,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={DESCRIPTOR: memory},
+    )
+    if current_platform.is_cpu():
+        return {"kv_transfer_config": connector}
+    share = arguments.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)
+    left = share - exchange_bytes / current_platform.get_device_total_memory()
+    return {"kv_transfer_config": connector, "gpu_memory_utilization": left}
 
 
 class Events:

@@ -31,8 +31,9 @@ class Start(NamedTuple):
     eos_token_ids: list[int]
     cpu_arguments: dict[str, Any]
     """Arguments that replace them if vLLM computes on CPUs."""
-    exchanges_kv: bool = False
-    """True if workers with GPUs exchange KV. Those on CPUs are able to in any case."""
+    exchange_bytes: int = 0
+    """Memory of a GPU that the worker needs if workers with GPUs exchange KV; 0: they do not. Workers on CPUs are able
+    to in any case."""
 
 
 class Group(NamedTuple):
