@@ -5,7 +5,6 @@ It needs an environment with vLLM (`make test-vllm` makes one), whose interprete
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -30,7 +29,7 @@ def run(quick: bool) -> Report:
     python = os.environ["TEST_VLLM_PYTHON"]
     model = resolve(ModelConfig(), cache_dir(load().cluster))
     steps = Table(
-        f"A decode step of {BATCH} sequences, in the same process, alternately",
+        f"A decode step of {BATCH} sequences, alternately",
         ("sampling", "plain ms", "with hooks ms", "ratio of the medians", f"<= {GATE}"),
     )
     for kind in ("greedy", "drawn"):
@@ -47,12 +46,39 @@ def run(quick: bool) -> Report:
 
 
 def _pairs(python: str, folder: Path, num_steps: int, kind: str) -> list[tuple[float, float]]:
-    words = [python, "-m", "tests.bench.vllm_peer", str(folder), str(BATCH), str(num_steps), kind]
+    """Seconds of steps of both sides, which compute alternately; the other one waits."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(words, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    pairs: list[tuple[float, float]] = json.loads(ran.stdout.strip().splitlines()[-1])
+    sides = {}
+    for side in ("plain", "hosted"):
+        words = [python, "-m", "tests.bench.vllm_peer", side, str(folder), str(BATCH), str(num_steps), kind]
+        pipe = subprocess.PIPE
+        sides[side] = subprocess.Popen(words, env=environment, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+    try:
+        for process in sides.values():
+            while _line(process) != "ready":
+                pass
+        pairs = []
+        for number in range(num_steps):
+            took = {}
+            for side in list(sides)[:: 1 if number % 2 else -1]:
+                stdin = sides[side].stdin
+                assert stdin is not None
+                stdin.write("step\n")
+                took[side] = float(_line(sides[side]))
+            pairs.append((took["plain"], took["hosted"]))
+    finally:
+        for process in sides.values():
+            process.kill()
+            process.wait()
     return pairs
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, "a side of the benchmark has ended"
+    return line.strip()
 
 
 def _answers(python: str, folder: Path, number: int) -> list[float]:
