@@ -2,7 +2,7 @@
 
 vLLM makes two objects of this class in the host, one in its scheduler and one beside the model. The host calls both
 from the thread that executes steps. Nothing is copied here: the cache lies in memory that the worker maps as well, and
-the worker's KV transfer reads and writes it (`shared_cache`).
+the worker's KV transfer reads and writes it (`shared_cache`; on a GPU `gpu_export` and `gpu_cache`).
 
     PREFILL   a sequence with one new token; its blocks stay when it has finished, until the host releases them
     RECEIVE   vLLM allocates blocks for a prompt and waits; once the KV is there it computes the last prompt token again
@@ -18,15 +18,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from engine.gpu_memory import CudaMemoryCalls
+from engine.vllm.gpu_export import NotShared, exported
 from engine.vllm.messages import Allocated, KvMemory, LayerDone, Message
 
+HEAD_MAJOR = "LBHNC"
+"""vLLM's name of a layout: each KV head's values of a block are contiguous, and blocks of a layer follow each other."""
+TAKES_HEAD_MAJOR = {"FLASH_ATTN", "FLASHINFER"}
+"""vLLM's attention that computes on every layout. Others may read a pool laid out otherwise than they declare."""
 DESCRIPTOR = "descriptor"
 """Key of the connector's settings: descriptor of the memory that the worker maps."""
 
@@ -58,6 +66,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self.arrived: dict[str, list[int]] = {}
         self.memory: KvMemory | None = None
         """Description of the cache in the shared memory; None: it cannot be shared."""
+        self.descriptors: list[int] = []
+        """Descriptors of a GPU's memory; see `gpu_export.Exported`."""
+        self.why_not_shared = "its layers are not one buffer of rows"
+        self._num_blocks: int = kv_cache_config.num_blocks
+        self._reports_layers = True
         self._missing: set[int] = set()
         self._tables: dict[int, list[int]] = {}
         self._layers: dict[str, int] = {}
@@ -116,6 +129,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Put the cache into the shared memory, if it is one buffer of rows: see `KvMemory`."""
         tensors = list(kv_caches.values())
+        if tensors[0].device.type != "cpu":
+            self._share_gpu(kv_caches)
+            return
         self._layers = {name: index for index, name in enumerate(kv_caches)}
         storage = tensors[0].untyped_storage()
         num_blocks, row_numel = tensors[0].shape[0], tensors[0][0].numel()
@@ -136,8 +152,25 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         self.memory = KvMemory(len(tensors), num_blocks, row_numel, dtype, [])
 
+    def _share_gpu(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        self._reports_layers = False
+        calls = CudaMemoryCalls(next(iter(kv_caches.values())).device)
+        try:
+            self.memory, self.descriptors = exported(kv_caches, self._num_blocks, calls)
+        except NotShared as error:
+            self.why_not_shared = str(error)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Return the layout that is wished for, once the model is loaded; vLLM need not follow."""
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+        names = {layer.get_attn_backend().get_name() for layer in layers}
+        return HEAD_MAJOR if names and names <= TAKES_HEAD_MAJOR else None
+
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
-        """Report that a layer's KV is there. The report of the step covers the last layer."""
+        """Report that a layer's KV is there. The report of the step covers the last layer, and on a GPU all of them."""
+        if not self._reports_layers:
+            return
         ends = self._get_connector_metadata().ends
         if ends and (index := self._layers[layer_name] + 1) < len(self._layers):
             self.send(LayerDone(index, list(ends.items())))

@@ -30,7 +30,7 @@ from baton.errors import (
     Unsupported,
 )
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
-from baton.memory import available_memory
+from baton.memory import GIB, available_memory
 from baton.messages import PrefillReport, SeenImage, SequenceSpec
 from baton.sampling import FinishReason
 from baton.tasks import seen_through
@@ -53,12 +53,12 @@ from engine.core.outputs import (
 )
 from engine.core.runner import KVSpec
 from engine.core.sequence import Purpose
-from engine.model.kv_cache import KVCache
 from engine.sampling.pipeline import SAMPLER
 from engine.sampling.structure import Structures
 from engine.vllm.admission import Admission, Hosted
 from engine.vllm.arguments import arguments_of, cpu_arguments_of
 from engine.vllm.block_names import BlockNames
+from engine.vllm.caches import opened
 from engine.vllm.handles import PinnedBlocks, VllmSequence, scores_of
 from engine.vllm.messages import (
     Abort,
@@ -82,10 +82,11 @@ from engine.vllm.messages import (
     values_of,
 )
 from engine.vllm.process import HostProcess
-from engine.vllm.shared_cache import SharedCache, spec_of
 from engine.vllm.versions import installed_version, require_supported
 
 logger = logging.getLogger(__name__)
+CONTEXT_BYTES = GIB
+"""Memory of a GPU that the worker's CUDA context takes."""
 HUNG = 20.0
 """Factor over the expected time of a step after which the host counts as hung, if that is longer than
 `engine.step_timeout_s`."""
@@ -112,6 +113,8 @@ def vllm_engine(config: Config, cache: Path) -> VllmEngine:
         arguments=arguments_of(model, settings, settings.memory_share),
         eos_token_ids=list(end_of_sequence_ids(Path(model.path))),
         cpu_arguments=cpu_arguments_of(model, settings, available_memory(settings.memory_share)),
+        # In mode aggregated vLLM on GPUs runs without a connector, whose interface may change with any of its versions.
+        exchange_bytes=0 if config.router.mode == "aggregated" else config.transfer.gpu_bytes(1) + CONTEXT_BYTES,
     )
     host = HostProcess.start(settings.vllm_python, start, cache, settings.num_threads)
     try:
@@ -135,7 +138,8 @@ class VllmEngine:
     def __init__(self, host: HostProcess, settings: EngineConfig, eos_token_ids: Sequence[int], folder: Path) -> None:
         self.self_check = "ok"
         self._host = host
-        self._ready = ready = host.ready
+        self._opened = opened(host.ready, host.memory, host.descriptors)
+        self._ready = ready = self._opened.ready
         self._settings = settings
         self._eos_token_ids = tuple(eos_token_ids)
         batch = settings.batch(on_gpu=bool(ready.device))
@@ -147,12 +151,8 @@ class VllmEngine:
             output_reservation=settings.output_reservation,
         )
         self._max_model_len = self._admission.longest(ready.max_model_len)
-        self._spec = spec_of(ready)
-        self._caches: tuple[Any, ...] = (
-            (KVCache(self._spec, ready.num_blocks, 1),)
-            if ready.memory is None
-            else (SharedCache(host.memory, ready.memory, self._spec),)
-        )
+        self._caches: tuple[Any, ...] = (self._opened.cache,)
+        self._spec = self._opened.cache.spec
         self._names = BlockNames()
         self._fit = StepFit()
         self._outputs: dict[int, asyncio.Queue[Output | BatonError]] = {}
@@ -526,7 +526,8 @@ class VllmEngine:
                 ),
             )
         elif is_first:
-            sequence.num_cached_tokens = sequence.num_computed_tokens = message.num_cached_tokens
+            # Another sequence of the same step may compute what is cached: it is there once the step is reported.
+            sequence.num_cached_tokens = message.num_cached_tokens
             self._put(sequence, Admitted(sequence.key, tables, message.num_cached_tokens))
         else:
             self._notify(sequence, sequence.num_computed_tokens, self._spec.num_layers)
@@ -674,6 +675,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """See `ServingEngine.close`."""
+        self._opened.close()
         self._host.close()
 
 

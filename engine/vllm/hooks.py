@@ -35,6 +35,7 @@ from vllm.v1.request import RequestStatus
 from engine.core.sequence import Purpose
 from engine.sampling.structure import Structures
 from engine.vllm.connector import DESCRIPTOR, BatonConnector
+from engine.vllm.gpu_export import close_all
 from engine.vllm.messages import (
     Add,
     Adopt,
@@ -81,14 +82,9 @@ class HostedVllm:
         arguments = dict(start.arguments)
         if current_platform.is_cpu():
             arguments |= start.cpu_arguments
-        if shares := current_platform.is_cpu() and arguments["tensor_parallel_size"] == 1:
-            arguments["kv_transfer_config"] = KVTransferConfig(
-                kv_connector=BatonConnector.__name__,
-                kv_connector_module_path=BatonConnector.__module__,
-                kv_role="kv_both",
-                kv_load_failure_policy="recompute",
-                kv_connector_extra_config={DESCRIPTOR: memory},
-            )
+        is_wanted = current_platform.is_cpu() or (current_platform.is_cuda() and start.exchange_bytes > 0)
+        if shares := is_wanted and arguments["tensor_parallel_size"] == 1:
+            arguments |= _connected(arguments, memory, start.exchange_bytes)
         self._llm = LLMEngine.from_engine_args(
             EngineArgs(
                 **arguments,
@@ -124,14 +120,20 @@ class HostedVllm:
         self._beside_model: Any = None
         if shares:
             self._beside_model = get_kv_transfer_group()
+        self.descriptors: list[int] = []
+        """Descriptors that belong to `ready`; the caller closes them."""
+        self._why_not_shared = ""
         self._memory = self._probed() if shares else None
         if self._memory is not None:
+            self.descriptors = self._beside_model.descriptors
             self._connector.send = self._beside_model.send = send
 
     def _probed(self) -> KvMemory | None:
         """Return where the cache is in the shared memory, with the blocks of a prompt that was computed for this."""
         memory: KvMemory | None = self._beside_model.memory
-        if memory is None or len(self._groups) != 1 or self._named_group is None:
+        self._why_not_shared = self._beside_model.why_not_shared if memory is None else self._why_not_sharable()
+        if memory is None or self._why_not_shared:
+            close_all(self._beside_model.descriptors)
             return None
         sent: list[Message] = []
         self._connector.send = sent.append
@@ -145,6 +147,12 @@ class HostedVllm:
         self._update()
         tables = [message.block_ids for message in sent if isinstance(message, Allocated)]
         return memory._replace(probe=tables[-1])
+
+    def _why_not_sharable(self) -> str:
+        if len(self._groups) != 1 or self._named_group is None:
+            return "its layers are not all of one kind that keeps every token"
+        is_asleep = self._llm.vllm_config.model_config.enable_sleep_mode
+        return "vLLM may give its memory up in sleep mode" if is_asleep else ""
 
     def ready(self) -> Ready:
         """Return the engine's description."""
@@ -165,6 +173,7 @@ class HostedVllm:
             caches_prefixes=bool(cache.enable_prefix_caching) and self._named_group is not None,
             memory=self._memory,
             tag=_tag_of(config),
+            why_not_shared=self._why_not_shared,
         )
 
     @property
@@ -377,6 +386,22 @@ class HostedVllm:
         return self._named_group is not None and bool(self._pool.get_cached_block(name, [self._named_group]))
 
 
+def _connected(arguments: Mapping[str, Any], memory: int, exchange_bytes: int) -> dict[str, Any]:
+    """Return arguments with which vLLM has the connector, and on a GPU leaves the worker its memory."""
+    connector = KVTransferConfig(
+        kv_connector=BatonConnector.__name__,
+        kv_connector_module_path=BatonConnector.__module__,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={DESCRIPTOR: memory},
+    )
+    if current_platform.is_cpu():
+        return {"kv_transfer_config": connector}
+    share = arguments.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)
+    left = share - exchange_bytes / current_platform.get_device_total_memory()
+    return {"kv_transfer_config": connector, "gpu_memory_utilization": left}
+
+
 class Events:
     """Takes the place of vLLM's event publisher: collects the changes of the prefix cache of one group of layers."""
 
@@ -460,7 +485,8 @@ def _tag_of(config: Any) -> str:
     """Return the name of the order of values in a block: what defines it in vLLM."""
     layers = config.compilation_config.static_forward_context.values()
     isa = next((found for layer in layers if (found := getattr(getattr(layer, "impl", layer), "isa", ""))), "")
-    return f"vllm {_attention_of(config)} {isa} {config.cache_config.kv_cache_layout}"
+    cache = config.cache_config
+    return f"vllm {_attention_of(config)} {isa} {cache.kv_cache_layout} {cache.cache_dtype}"
 
 
 def _pairs(token: int, found: Mapping[int, Any]) -> list[tuple[int, float]]:

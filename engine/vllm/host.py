@@ -72,7 +72,9 @@ def _run(channel: Channel, failures: socket.socket, memory: int) -> None:
         logger.exception("vLLM could not be started")
         channel.send(Failed(-1, _text(error)))
         return
-    channel.send(ready)
+    channel.send(ready, hosted.descriptors)
+    for descriptor in hosted.descriptors:  # the worker has its own now
+        os.close(descriptor)
     try:
         Host(channel, hosted).run()
     except (EOFError, OSError):

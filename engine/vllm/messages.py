@@ -12,7 +12,7 @@ import json
 import select
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple, get_args
 
@@ -31,6 +31,9 @@ class Start(NamedTuple):
     eos_token_ids: list[int]
     cpu_arguments: dict[str, Any]
     """Arguments that replace them if vLLM computes on CPUs."""
+    exchange_bytes: int = 0
+    """Memory of a GPU that the worker needs if workers with GPUs exchange KV; 0: they do not. Workers on CPUs are able
+    to in any case."""
 
 
 class Group(NamedTuple):
@@ -45,6 +48,19 @@ class Group(NamedTuple):
     """Tokens of a window; 0: none."""
 
 
+class GpuMemory(NamedTuple):
+    """Memory of a GPU with a KV cache; see `engine.gpu_memory`."""
+
+    uuid: str
+    """UUID of the GPU."""
+    offset: int
+    """Bytes before the cache."""
+    handle: str
+    """Legacy handle, hexadecimal; empty: it consists of VMM allocations."""
+    sizes: list[int]
+    """Bytes of each VMM allocation. Their descriptors come with `Ready`, in this order."""
+
+
 class KvMemory(NamedTuple):
     """vLLM's KV cache in memory that the worker maps: `[layer][block][row]`, without gaps."""
 
@@ -56,6 +72,8 @@ class KvMemory(NamedTuple):
     dtype: str
     probe: list[int]
     """Blocks of a prompt that the host has computed, so that the worker finds its KV there and nowhere else."""
+    gpu: GpuMemory | None = None
+    """Memory of a GPU with the cache; None: it is main memory."""
 
 
 class Ready(NamedTuple):
@@ -79,6 +97,8 @@ class Ready(NamedTuple):
     """None: other workers cannot have its KV."""
     tag: str
     """Name of the order within a row. Rows with the same name may be copied from one worker to another."""
+    why_not_shared: str = ""
+    """Reason why `memory` is None, if workers could exchange KV."""
 
 
 class Add(NamedTuple):
@@ -264,8 +284,7 @@ def decoded(body: bytes) -> Message:
     message: Message = _KINDS[kind](*values)
     match message:
         case Ready():
-            memory = None if message.memory is None else KvMemory(*message.memory)
-            return message._replace(groups=[Group(*each) for each in message.groups], memory=memory)
+            return message._replace(groups=[Group(*each) for each in message.groups], memory=_memory_of(message.memory))
         case Stepped():
             return message._replace(
                 progress=[Progress(*each) for each in message.progress],
@@ -273,6 +292,13 @@ def decoded(body: bytes) -> Message:
                 counts=Counts(*message.counts),
             )
     return message
+
+
+def _memory_of(values: Sequence[Any] | None) -> KvMemory | None:
+    if values is None:
+        return None
+    memory = KvMemory(*values)
+    return memory if memory.gpu is None else memory._replace(gpu=GpuMemory(*memory.gpu))
 
 
 def length_of(head: bytes) -> int:
@@ -284,16 +310,29 @@ def length_of(head: bytes) -> int:
 HEAD_BYTES = _LENGTH.size
 
 
+MAX_DESCRIPTORS = 253
+"""Maximum number of descriptors that Linux sends at a time."""
+_INT = struct.Struct("i")
+_ROOM = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT.size)
+
+
 class Channel:
-    """Blocking end of the connection. Only one thread may use it."""
+    """Blocking end of the connection. Only one thread may use it.
+
+    Attributes:
+        descriptors: file descriptors that have arrived, in order. The owner of the channel closes them.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
+        self.descriptors: list[int] = []
         self._connection = connection
         self._received = bytearray()
 
-    def send(self, message: Message) -> None:
-        """Send a message. Raise OSError if the other end has gone."""
-        self._connection.sendall(encoded(message))
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, with descriptors of files if there are any. Raise OSError if the other end has gone."""
+        body = encoded(message)
+        sent = socket.send_fds(self._connection, (body,), descriptors) if descriptors else 0
+        self._connection.sendall(body[sent:])
 
     def receive(self, timeout_s: float | None = None) -> Iterator[Message]:
         """Yield the messages that are there. If there is none, wait for one.
@@ -313,7 +352,12 @@ class Channel:
         while not self._is_whole:
             if not select.select((self._connection,), (), (), timeout_s)[0]:
                 return
-            if not (chunk := self._connection.recv(1 << 20)):
+            # `socket.recv_fds` ignores its flags, so children would inherit the descriptors.
+            chunk, extras, *_ = self._connection.recvmsg(1 << 20, _ROOM, socket.MSG_CMSG_CLOEXEC)
+            for level, kind, packed in extras:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    self.descriptors += struct.unpack(f"{len(packed) // _INT.size}i", packed)
+            if not chunk:
                 raise EOFError
             self._received += chunk
 

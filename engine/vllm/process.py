@@ -39,6 +39,8 @@ class HostProcess:
         self, process: subprocess.Popen[bytes], connection: socket.socket, memory: int, folder: Path, ready: Ready
     ) -> None:
         self.ready = ready
+        self.descriptors: list[int] = []
+        """Descriptors of the GPU's memory with the KV cache; see `GpuMemory.sizes`."""
         self.memory = memory
         """Descriptor of the memory in which the KV cache lies, if `Ready.memory` is set."""
         self._process = process
@@ -65,23 +67,27 @@ class HostProcess:
         """
         folder = Path(tempfile.mkdtemp(prefix="baton-vllm-"))
         ours, theirs = socket.socketpair()
+        channel = Channel(ours)
         memory = os.memfd_create("baton-vllm-kv")
         process = None
         try:
             with theirs:
                 environment = _environment(folder, start, cache, num_threads)
                 process = _spawn(python, theirs.fileno(), memory, folder, environment)
-            ready = _answer(Channel(ours), start, process)
+            ready = _answer(channel, start, process)
         except BaseException:
             ours.close()
-            os.close(memory)
+            for descriptor in (memory, *channel.descriptors):
+                os.close(descriptor)
             if process is not None:
                 process.kill()
                 process.wait()
             shutil.rmtree(folder, ignore_errors=True)
             raise
         ours.setblocking(False)
-        return HostProcess(process, ours, memory, folder, ready)
+        host = HostProcess(process, ours, memory, folder, ready)
+        host.descriptors = channel.descriptors
+        return host
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
@@ -113,7 +119,8 @@ class HostProcess:
     def close(self) -> None:
         """End the process: gently at first, by closing the connection."""
         self.connection.close()
-        os.close(self.memory)
+        for descriptor in (self.memory, *self.descriptors):
+            os.close(descriptor)
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,7 @@
-"""vLLM's KV cache in the worker's process, which maps the memory that the host has put it into."""
+"""vLLM's KV cache in the worker's process, which maps the memory that the host has put it into.
+
+On a GPU it is a `gpu_cache.GpuCache`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class SharedCache:
         shape = memory.num_layers, memory.num_blocks, memory.row_numel
         rows = torch.frombuffer(mapped, dtype=torch.uint8).view(torch_dtype(memory.dtype)).view(shape)
         self.groups: Sequence[torch.Tensor] = (rows,)
-        _require_probe(rows, memory.probe)
+        require_probe(rows, memory.probe)
 
 
 def spec_of(ready: Ready) -> KVSpec:
@@ -60,14 +63,15 @@ def spec_of(ready: Ready) -> KVSpec:
     return KVSpec((group,), whole_prompts=not ready.caches_prefixes)
 
 
-def _require_probe(rows: torch.Tensor, probe: Sequence[int]) -> None:
+def require_probe(rows: torch.Tensor, probe: Sequence[int]) -> None:
     """Require that the probe's blocks have content in all layers, and their neighbours none.
 
     A wrong idea of the layout would transfer junk, which no checksum notices.
     """
     others = {near for block in probe for near in (block - 1, block + 1)} - {*probe, 0, rows.shape[1]}
-    filled = bool(rows[:, list(probe)].view(torch.uint8).any(-1).all())
-    if not filled or bool(rows[:, sorted(others)].view(torch.uint8).any()):
+    content = rows.view(torch.uint8)  # 8-bit floats cannot be indexed on every device
+    filled = bool(content[:, list(probe)].any(-1).all())
+    if not filled or bool(content[:, sorted(others)].any()):
         raise ModelLoadError(
             "vLLM's KV cache is not laid out as it says; set router.mode to aggregated, and report this with the log"
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
 from engine.core.faults import Fault, fault_of
+from engine.gpu_memory import CudaMemoryCalls, call_runtime
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -48,10 +48,6 @@ class StreamEvent(Protocol):
 def boot_id() -> str:
     """Return an id of this boot of the machine's kernel: equal in all its processes and containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
-HANDLE_BYTES: Final = 64
-"""Length of the handle of a `GpuExport`."""
 
 
 class GpuExport(Protocol):
@@ -157,7 +153,7 @@ class CudaGpu:
         if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1":
             return ""
         bus_id = ctypes.create_string_buffer(_BUS_ID_BYTES)
-        _call("cudaDeviceGetPCIBusId", bus_id, _BUS_ID_BYTES, self._device.index)
+        call_runtime("cudaDeviceGetPCIBusId", bus_id, _BUS_ID_BYTES, self._device.index)
         return f"{boot_id()} {bus_id.value.decode()} {os.environ.get('NCCL_HOSTID', '')}".strip()
 
     @property
@@ -208,73 +204,43 @@ class CudaGpu:
             return _CudaImport(handle, self._device)
 
 
-# -- CUDA calls without a torch binding -------------------------------------------------------------------------------
-
-
-class _IpcHandle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+# -- CUDA calls without a torch binding: `engine.gpu_memory` ----------------------------------------------------------
 
 
 _WHOLE_PAGES: Final = 2**21
 """CUDA shares whole pages of this size: a smaller allocation would be shared together with other memory."""
-_ENABLE_PEER_ACCESS: Final = ctypes.c_uint(1)
 _ANY_TO_ANY: Final = 4
 _BUS_ID_BYTES: Final = 32
-
-
-@cache
-def _runtime() -> ctypes.CDLL:
-    """Return the runtime that torch has loaded."""
-    return ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
-
-
-def _call(name: str, *args: Any) -> None:
-    """Call the runtime; raises RuntimeError with CUDA's reason."""
-    runtime = _runtime()
-    if code := getattr(runtime, name)(*args):
-        runtime.cudaGetLastError()  # otherwise torch takes it for an error of its next launch
-        runtime.cudaGetErrorString.restype = ctypes.c_char_p
-        raise RuntimeError(f"{name}: {runtime.cudaGetErrorString(code).decode()}")
 
 
 class _CudaExport:
     """Memory of CUDA's own allocator. torch's memory is part of larger blocks, which would be shared whole."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        pointer, handle = ctypes.c_void_p(), _IpcHandle()
-        _call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(-(-num_bytes // _WHOLE_PAGES) * _WHOLE_PAGES))
+        calls, pointer = CudaMemoryCalls(device), ctypes.c_void_p()
+        call_runtime("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(-(-num_bytes // _WHOLE_PAGES) * _WHOLE_PAGES))
         try:
-            _call("cudaIpcGetMemHandle", ctypes.byref(handle), pointer)
+            self.handle = calls.legacy_handle(pointer.value or 0)
         except RuntimeError:
-            _call("cudaFree", pointer)
+            call_runtime("cudaFree", pointer)
             raise
-        self.handle = bytes(handle)
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (pointer.value, False),
-            "strides": None,
-            "version": 3,
-        }
-        self.memory = torch.as_tensor(self, device=device).zero_()
+        self.memory = calls.bytes_at(pointer.value or 0, num_bytes).zero_()
 
 
 class _CudaImport:
     def __init__(self, handle: bytes, device: torch.device) -> None:
         self._device = device
-        self._base = ctypes.c_void_p()
-        named = _IpcHandle.from_buffer_copy(handle)
-        _call("cudaIpcOpenMemHandle", ctypes.byref(self._base), named, _ENABLE_PEER_ACCESS)
+        self._calls = CudaMemoryCalls(device)
+        self._base = self._calls.open_handle(handle)
 
     def read(self, start: int, into: torch.Tensor) -> None:
-        source, target = ctypes.c_void_p((self._base.value or 0) + start), ctypes.c_void_p(into.data_ptr())
+        source, target = ctypes.c_void_p(self._base + start), ctypes.c_void_p(into.data_ptr())
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         with torch.cuda.device(self._device):
-            _call("cudaMemcpyAsync", target, source, ctypes.c_size_t(into.numel()), _ANY_TO_ANY, stream)
+            call_runtime("cudaMemcpyAsync", target, source, ctypes.c_size_t(into.numel()), _ANY_TO_ANY, stream)
 
     def close(self) -> None:
-        with torch.cuda.device(self._device):
-            _call("cudaIpcCloseMemHandle", self._base)
+        self._calls.close_handle(self._base)
 
 
 class DeviceLosses:

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from engine.gpu_memory import HANDLE_BYTES
 from kvstore.transfer import device
 from kvstore.transfer.copy import blocks, kernel_choice
-from kvstore.transfer.device import HANDLE_BYTES
 from kvstore.transfer.transport import exports, nccl, streams
 from tests.fakes.late import Late, LateHardware, Memory
 from tests.fakes.races import Races

@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.errors import TransferError
-from kvstore.transfer.device import HANDLE_BYTES, gpu_of
+from engine.gpu_memory import HANDLE_BYTES
+from kvstore.transfer.device import gpu_of
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.base import TransportEnd, TransportKind
 from kvstore.transfer.transport.exports import rings_of

@@ -144,6 +144,7 @@ class HostedVllm:
         self._ends: list[tuple[int, int]] = []
         self._is_stuck = False
         self._memory = self._probed()
+        self.descriptors: list[int] = []
 
     def _probed(self) -> KvMemory | None:
         if not self._shares:

@@ -23,6 +23,7 @@ from engine.core.outputs import Admitted, Generated, KvProgress, Output, Preempt
 from engine.core.sequence import Purpose
 from engine.testing import expected_tokens, modulus
 from engine.vllm.engine import VllmEngine
+from engine.vllm.messages import Allocated, Counts, LayerDone, Stepped
 from tests.support.builders import registered_adapter, sequence_spec
 from tests.support.fake_vllm.hosted import LOG_OF_BEST, REFUSED, SLOWLY_COMPILED, UNCOMPILED, UNDRAWN
 from tests.support.waiting import until
@@ -309,6 +310,26 @@ async def copied(engine: VllmEngine, sent: SequenceSpec, received: SequenceSpec,
         rows = engine.caches[0].groups[0]
         rows[:, list(reserved.block_ids[0][:num_blocks])] = rows[:, list(told[-1].block_ids[0][:num_blocks])]
         yield target
+
+
+async def test_kv_that_a_step_computes_for_another_prompt_is_there_once_the_step_is_reported(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM counts blocks as cached that another sequence of the same step computes, before the step computes them."""
+    engine, told = hosts.engine(), list[KvProgress]()
+    monkeypatch.setattr(engine._host, "send", lambda message: None)
+    async with engine.sequence(spec_of(PROMPT, 1), Purpose.PREFILL) as handle:
+        (sequence,) = engine._admission.advance(0.0).admitted
+        engine._by_name[sequence.name] = sequence
+        engine._handle(Allocated(sequence.name, [1, 2, 3, 4], 96), 0.0)
+        assert await handle.next() == Admitted(sequence.key, ((1, 2, 3, 4),), 96)
+        handle.watch(told.append)
+        assert told[-1].num_tokens == 0
+        engine._handle(LayerDone(1, [(sequence.name, 100)]), 0.0)
+        assert (told[-1].num_tokens, told[-1].num_layers) == (100, 1)
+        ends = [(sequence.name, 100)]
+        engine._handle(Stepped(0.1, (0, 0, 0, 0), [], [], [], ends, Counts(60, 0, 0, 0)), 0.0)
+        assert (told[-1].num_tokens, told[-1].num_layers) == (100, engine.spec.num_layers)
 
 
 TENANT: dict[str, Any] = {"cache_seed": b"another tenant's"}

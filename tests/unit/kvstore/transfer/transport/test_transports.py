@@ -680,7 +680,7 @@ def test_a_gpu_is_named_by_its_machine_and_place_so_that_its_instances_have_one_
 
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    monkeypatch.setattr("kvstore.transfer.device._runtime", lambda: SimpleNamespace(cudaDeviceGetPCIBusId=bus_id_of))
+    monkeypatch.setattr("engine.gpu_memory._runtime", lambda: SimpleNamespace(cudaDeviceGetPCIBusId=bus_id_of))
     ids = [CudaGpu(torch.device("cuda", number)).id for number in range(3)]
     assert ids == [f"{boot_id()} 0000:65:00.0"] * 2 + [f"{boot_id()} 0000:b3:00.0"]
     monkeypatch.setenv("NCCL_HOSTID", "a pod")
