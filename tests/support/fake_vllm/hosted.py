@@ -175,7 +175,7 @@ class HostedVllm:
             device="",
             dtype="int64",
             kv_dtype="auto",
-            attention=f"arithmetic, torch {torch.__version__}",
+            attention=f"arithmetic+torch:{torch.__version__}",
             quantization="",
             caches_prefixes=True,
             memory=self._memory,

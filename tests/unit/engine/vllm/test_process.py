@@ -47,7 +47,7 @@ def started(folder: Path, start: Start = START, **behaviour: Any) -> HostProcess
 def test_worker_and_host_have_different_versions_of_torch(hosts: Hosts) -> None:
     engine = hosts.engine()
     report = reported_by(hosts.python)
-    assert engine.computes.attention == f"arithmetic, torch {TORCH}"
+    assert engine.computes.attention == f"arithmetic+torch:{TORCH}"
     assert torch.__version__ != TORCH
     assert report["found"] == {"torch": str(next(Path(hosts.python).parents[1].glob("lib/*/*/torch.py")))}
     assert engine.name == f"vllm/{VERSION}"
