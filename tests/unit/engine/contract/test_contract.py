@@ -131,7 +131,8 @@ async def test_who_leaves_frees_everything(subject: Subject) -> None:
 async def test_the_index_gets_what_the_engine_has(subject: Subject) -> None:
     """The events, replayed, are the keys of the cached prefixes, also after evictions."""
     async with subject.running() as engine:
-        for number in range(14):
+        # More than the pool holds: each prompt takes four blocks of 32 tokens at least.
+        for number in range(20):
             await subject.answer(spec_of([number + 1, *PROMPT], 4, f"r{number}"))
         known: set[bytes] = set()
         for change in subject.events.changes:
@@ -140,7 +141,8 @@ async def test_the_index_gets_what_the_engine_has(subject: Subject) -> None:
             else:
                 known.remove(change.key)
         assert known == set(engine.keys())
-        spec = spec_of([14, *PROMPT], 4)
+        assert not engine.keys() or len(subject.events.changes) > len(known), "nothing was evicted"
+        spec = spec_of([20, *PROMPT], 4)
         assert not engine.keys() or set(spec.block_keys(spec.token_ids, block_size=engine.spec.block_size)) <= known, (
             "the last prompt is still there"
         )
@@ -285,7 +287,8 @@ async def test_blocks_are_reserved_before_kv_arrives_and_freed_if_it_never_does(
             assert isinstance(reserved, Reserved)
             assert reserved.num_tokens in (len(PROMPT), len(PROMPT) - 1)
             num_blocks = sum(len(blocks) for blocks in reserved.block_ids)
-            assert engine.load().blocks.in_use >= num_blocks > 0
+            # An engine in another process may count the blocks when its step has ended.
+            await until(lambda: engine.load().blocks.in_use >= num_blocks > 0, SOON_S)
         await until(lambda: engine.load().blocks.in_use == 0, SOON_S)
 
 
