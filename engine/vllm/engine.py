@@ -236,7 +236,10 @@ class VllmEngine:
         """See `ServingEngine.load`. The number of cached blocks among the free ones is an estimate while sequences
         run.
         """
-        total, free = self._ready.num_blocks, min(self._counts.num_free, self._ready.num_blocks)
+        total = self._ready.num_blocks
+        # Blocks of the running step may be known before the counts of its end.
+        num_known = len({block for sequence in self._admission.running for block in sequence.block_ids})
+        free = min(self._counts.num_free, total - num_known)
         cached = min(free, max(0, len(self._names) - (total - free)))
         waiting = self._admission.waiting
         return EngineLoad(
