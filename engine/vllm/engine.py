@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from baton.adapters import AdapterFacts
 from baton.blocks import HASH_BLOCK
-from baton.cluster import BlockCounts, Computes
+from baton.cluster import BlockCounts, Computes, fallback
 from baton.config import Config, EngineConfig
 from baton.costs import StepFit, StepSize
 from baton.errors import (
@@ -200,6 +200,7 @@ class VllmEngine:
             dtype=ready.dtype,
             weights=ready.quantization or "exact",
             kv_dtype=ready.dtype if ready.kv_dtype == "auto" else ready.kv_dtype,
+            fallbacks=(fallback("no KV is exchanged", why),) if (why := ready.why_not_shared) else (),
             attention=NOT_OF_NAMES.sub("-", ready.attention)[:MAX_NAME],
         )
 

@@ -6,6 +6,7 @@ On a GPU it is a `gpu_cache.GpuCache`.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -41,12 +42,17 @@ class SharedCache:
 
 
 def spec_of(ready: Ready) -> KVSpec:
-    """Return the shape of vLLM's cache. Without shared memory its blocks only name prefixes."""
+    """Return the shape of vLLM's cache.
+
+    Without shared memory its blocks only name prefixes, and no other worker has a group of the same name: routers pair
+    workers whose groups are equal (`worker.member.wire_compat`).
+    """
     block_size = ready.groups[0].block_size if ready.groups else 16
     memory = ready.memory
     if memory is None:
+        name = f"vllm {os.urandom(8).hex()}"
         group = LayerGroup(
-            name="vllm", layers=(), block_size=block_size, num_kv_heads=1, k_dim=1, v_dim=1, dtype="float32"
+            name=name, layers=(), block_size=block_size, num_kv_heads=1, k_dim=1, v_dim=1, dtype="float32"
         )
     else:
         group = LayerGroup(

@@ -13,6 +13,7 @@ from baton.errors import ModelLoadError
 from engine.core.runner import KVSpec, PageOrder
 from engine.vllm.messages import Group, KvMemory
 from engine.vllm.shared_cache import SharedCache, spec_of
+from worker.member import wire_compat
 from tests.unit.engine.vllm.test_messages import READY
 
 MEMORY = KvMemory(num_layers=2, num_blocks=9, row_numel=64, dtype="float32", probe=[3, 4])
@@ -100,3 +101,12 @@ def test_without_shared_memory_the_spec_only_names_prefixes() -> None:
     assert isinstance(spec, KVSpec)
     assert (spec.num_layers, spec.block_size) == (0, 32)
     assert spec_of(READY._replace(memory=None, groups=[])).block_size == 16
+
+
+def test_workers_without_shared_memory_are_not_paired() -> None:
+    """And workers with it are, whatever the size of their pools."""
+    unshared = READY._replace(memory=None)
+    assert wire_compat("model", spec_of(unshared)) != wire_compat("model", spec_of(unshared))
+    assert READY.memory is not None
+    larger = READY._replace(memory=READY.memory._replace(num_blocks=999))
+    assert wire_compat("model", spec_of(READY)) == wire_compat("model", spec_of(larger))
