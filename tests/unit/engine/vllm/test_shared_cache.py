@@ -13,8 +13,8 @@ from baton.errors import ModelLoadError
 from engine.core.runner import KVSpec, PageOrder
 from engine.vllm.messages import Group, KvMemory
 from engine.vllm.shared_cache import SharedCache, spec_of
-from worker.member import wire_compat
 from tests.unit.engine.vllm.test_messages import READY
+from worker.member import wire_compat
 
 MEMORY = KvMemory(num_layers=2, num_blocks=9, row_numel=64, dtype="float32", probe=[3, 4])
 SPEC = spec_of(READY._replace(groups=[Group("full", 2, 32, 0)], memory=MEMORY))
