@@ -145,6 +145,7 @@ def _environment(folder: Path, start: Start, cache: Path, num_threads: int) -> d
         **{name: value for name, value in inherited.items() if name not in DROPPED},
         **ENVIRONMENT,
         "PYTHONPATH": str(links),
+        "TMPDIR": str(folder),  # vLLM leaves files there
         "OMP_NUM_THREADS": str(num_threads),
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
         SAMPLER: json.dumps(sampler),

@@ -131,8 +131,8 @@ async def test_who_leaves_frees_everything(subject: Subject) -> None:
 async def test_the_index_gets_what_the_engine_has(subject: Subject) -> None:
     """The events, replayed, are the keys of the cached prefixes, also after evictions."""
     async with subject.running() as engine:
-        # More than the pool holds: each prompt takes four blocks of 32 tokens at least.
-        for number in range(20):
+        # More than the pool holds: each prompt leaves at least three cached blocks, of 32 tokens.
+        for number in range(26):
             await subject.answer(spec_of([number + 1, *PROMPT], 4, f"r{number}"))
         known: set[bytes] = set()
         for change in subject.events.changes:
@@ -142,7 +142,7 @@ async def test_the_index_gets_what_the_engine_has(subject: Subject) -> None:
                 known.remove(change.key)
         assert known == set(engine.keys())
         assert not engine.keys() or len(subject.events.changes) > len(known), "nothing was evicted"
-        spec = spec_of([20, *PROMPT], 4)
+        spec = spec_of([26, *PROMPT], 4)
         assert not engine.keys() or set(spec.block_keys(spec.token_ids, block_size=engine.spec.block_size)) <= known, (
             "the last prompt is still there"
         )
