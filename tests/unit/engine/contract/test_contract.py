@@ -224,6 +224,8 @@ async def test_a_prompt_computed_for_another_worker_reports_its_kv(subject: Subj
                 assert list(generated.token_ids) == subject.expected(PROMPT, 1)
                 assert generated.report is not None
                 pin = await handle.pin()
+            # After another answer the engine has noticed that the owner has left.
+            assert (await subject.answer(spec_of(PROMPT[50:], 3, "after")))[0] == subject.expected(PROMPT[50:], 3)
             in_use = engine.load().blocks.in_use
             assert in_use >= len(PROMPT) // engine.spec.block_size
             engine.unpin(pin)

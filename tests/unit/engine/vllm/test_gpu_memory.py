@@ -274,7 +274,7 @@ def test_a_worker_that_cannot_open_it_serves_without_kv_transfer(
         opening = opened_by(worker, export)
     assert opening.ready.memory is None
     assert isinstance(opening.cache, KVCache)
-    assert opening.cache.spec == spec_of(opening.ready)
+    assert opening.cache.spec.num_layers == 0
     assert f"this process cannot open it: CUDA's {next(iter(fails))}: operation not supported" in caplog.text
     assert not worker.held
     opening.close()
