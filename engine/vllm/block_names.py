@@ -6,7 +6,7 @@ of a first block, which is the seed of Baton's key chain. So each block's key fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from baton.blocks import block_keys
 from engine.core.block_pool import BlockChange, Removed, Stored
@@ -18,9 +18,13 @@ class BlockNames:
 
     A block whose chain is not known whole has no key: vLLM may have evicted the block before it, and a prompt that
     needs the block would not find it either.
+
+    Args:
+        keeps_tokens: whether `tokens_of` is called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_tokens: bool = False) -> None:
+        self._blocks: dict[str, StoredBlock] | None = {} if keeps_tokens else None
         self._keys: dict[str, bytes] = {}
         self._names: dict[bytes, str] = {}
 
@@ -35,6 +39,13 @@ class BlockNames:
         """Return vLLM's hash of a cached block; None: it is not cached."""
         return self._names.get(key)
 
+    def tokens_of(self, names: Sequence[str]) -> tuple[list[int], str]:
+        """Return the tokens of a chain of blocks from its first one on, and its salt."""
+        if self._blocks is None or not names:
+            return [], ""
+        blocks = [self._blocks[name] for name in names]
+        return [token for block in blocks for token in block.token_ids], blocks[0].salt
+
     def update(self, stored: Iterable[StoredBlock], removed: Iterable[str]) -> list[BlockChange]:
         """Record a step's changes. Return them with Baton's keys, in order."""
         changes: list[BlockChange] = []
@@ -46,8 +57,12 @@ class BlockNames:
                 continue
             self._keys[block.name] = key = block_keys(seed, block.token_ids, len(block.token_ids))[0]
             self._names[key] = block.name
+            if self._blocks is not None:
+                self._blocks[block.name] = block
             changes.append(Stored(key))
         gone = [self._keys.pop(name) for name in removed if name in self._keys]
         for key in gone:
-            del self._names[key]
+            name = self._names.pop(key)
+            if self._blocks is not None:
+                del self._blocks[name]
         return changes + [Removed(key) for key in gone]

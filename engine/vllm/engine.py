@@ -113,6 +113,7 @@ def vllm_engine(config: Config, cache: Path) -> VllmEngine:
         arguments=arguments_of(model, settings, settings.memory_share),
         eos_token_ids=list(end_of_sequence_ids(Path(model.path))),
         cpu_arguments=cpu_arguments_of(model, settings, available_memory(settings.memory_share)),
+        pins_by_request=config.testing.pins_by_request,
         # In mode aggregated vLLM on GPUs runs without a connector, whose interface may change with any of its versions.
         exchange_bytes=0 if config.router.mode == "aggregated" else config.transfer.gpu_bytes(1) + CONTEXT_BYTES,
     )
@@ -153,7 +154,7 @@ class VllmEngine:
         self._max_model_len = self._admission.longest(ready.max_model_len)
         self._caches: tuple[Any, ...] = (self._opened.cache,)
         self._spec = self._opened.cache.spec
-        self._names = BlockNames()
+        self._names = BlockNames(keeps_tokens=ready.pins_by_request)
         self._fit = StepFit()
         self._outputs: dict[int, asyncio.Queue[Output | BatonError]] = {}
         """Unread outputs, by sequence key."""
@@ -290,13 +291,15 @@ class VllmEngine:
             return Pin(-1, ((),))
         num_parts = self._spec.block_size // HASH_BLOCK
         names = list(itertools.takewhile(bool, map(self._names.name_of, keys[num_parts - 1 :: num_parts])))
-        if not names:
+        num_needed = len(names) + 1 if self._ready.pins_by_request else 0  # the request computes a token
+        if not names or num_needed > self._admission.num_free:
             return Pin(-1, ((),))
         pin_id = next(self._pin_ids)
         self._pins[pin_id] = pinned = PinnedBlocks()
-        pinned.num_taken = min(len(names), max(0, self._admission.num_free))
+        pinned.num_taken = num_needed or min(len(names), max(0, self._admission.num_free))
         self._admission.pin(pinned.num_taken)  # as many as it may take, so that no sequence gets them meanwhile
-        self._send(PinPrefix(pin_id, [name for name in names if name], pinned.num_taken))
+        cached = [name for name in names if name]
+        self._send(PinPrefix(pin_id, cached, pinned.num_taken, *self._names.tokens_of(cached)))
         try:
             await pinned.is_known
         except asyncio.CancelledError:

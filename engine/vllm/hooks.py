@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -58,8 +59,9 @@ from engine.vllm.messages import (
 from engine.vllm.sampling import ARGUMENT, BatonSampler, Drawing, is_drawn_by_vllm, structures_of
 from engine.vllm.versions import require_supported
 
-MAX_LOGPROBS = 20
-"""See `baton.sampling`."""
+logger = logging.getLogger(__name__)
+FIRST_PIN = -2
+"""Key of the request that keeps the prefix of pin 0; those of further pins follow downwards."""
 _NO_FAILURE = BlockingIOError, FileNotFoundError
 
 
@@ -113,6 +115,11 @@ class HostedVllm:
         self._ids: dict[int, str] = {}
         """vLLM's request ids of the sequences whose blocks it has."""
         self._pins: dict[int, list[Any]] = {}
+        self._send = send
+        self._pins_by_request = start.pins_by_request or not all(
+            hasattr(self._pool, name) for name in ("get_cached_block", "touch", "free_blocks")
+        )
+        self._pinned_in_step: list[Pinned] = []
         self._structures().load()  # the first structure would take seconds, for which steps wait
         self._is_stuck = False
         """True if all sequences wait for KV: the last step computed nothing."""
@@ -126,7 +133,7 @@ class HostedVllm:
         self._memory = self._probed() if shares else None
         if self._memory is not None:
             self.descriptors = self._beside_model.descriptors
-            self._connector.send = self._beside_model.send = send
+            self._connector.send = self._beside_model.send = self._send_within_step
 
     def _probed(self) -> KvMemory | None:
         """Return where the cache is in the shared memory, with the blocks of a prompt that was computed for this."""
@@ -174,6 +181,7 @@ class HostedVllm:
             memory=self._memory,
             tag=_tag_of(config),
             why_not_shared=self._why_not_shared,
+            pins_by_request=self._pins_by_request,
         )
 
     @property
@@ -260,8 +268,33 @@ class HostedVllm:
         if (request := self._waiting(asked.key)) is not None:
             self._scheduler.kv_cache_manager.cache_blocks(request, asked.num_tokens)
 
-    def pin_prefix(self, asked: PinPrefix) -> Pinned:
-        """Keep the cached blocks of a prefix."""
+    def pin_prefix(self, asked: PinPrefix) -> None:
+        """Keep the cached blocks of a prefix, and answer `Pinned`.
+
+        References on the blocks keep them without a step. If vLLM's pool has no such methods, a request over the prefix
+        and one more token keeps them. It is slower, and computes what is not cached any more.
+        """
+        if not self._pins_by_request:
+            self._send(self._pinned(asked))
+            return
+        key, prompt, drawn = FIRST_PIN - asked.pin_id, [*asked.token_ids, 0], {"temperature": 0}
+        try:
+            self.add(Add(key, prompt, len(prompt), 1, [], 0, asked.salt, drawn, Purpose.PREFILL.value))
+        except Exception:  # of vLLM's own kinds, such as a prefix of the maximum length
+            logger.exception("a prefix could not be pinned")
+            self._send(Pinned(asked.pin_id, [], 0))
+
+    def _send_within_step(self, message: Message) -> None:
+        """Send a message of the connector. A pinned prefix is answered after the step, which may compute its blocks."""
+        if isinstance(message, Allocated) and message.key <= FIRST_PIN:
+            if message.num_cached_tokens >= 0:
+                num_blocks = message.num_cached_tokens // self._groups[0].block_size
+                answer = Pinned(FIRST_PIN - message.key, message.block_ids[:num_blocks], len(message.block_ids))
+                self._pinned_in_step.append(answer)
+            return
+        self._send(message)
+
+    def _pinned(self, asked: PinPrefix) -> Pinned:
         blocks: list[Any] = []
         num_taken = 0
         for name in asked.names:
@@ -276,6 +309,9 @@ class HostedVllm:
 
     def unpin(self, pin_id: int) -> None:
         """Give a pin back."""
+        if self._pins_by_request:
+            self.abort(FIRST_PIN - pin_id)
+            return
         self._pool.free_blocks(reversed(self._pins.pop(pin_id, [])))
         self._is_stuck = False
 
@@ -304,6 +340,9 @@ class HostedVllm:
         outputs = self._llm.step()
         took_s = time.perf_counter() - began_s
         self._is_stuck = not self._size[0] and not reports_arrivals
+        for answer in self._pinned_in_step:
+            self._send(answer)
+        self._pinned_in_step = []
         failed = list(self._failed())
         progress = []
         for output in outputs:

@@ -136,7 +136,7 @@ class Host:
             case Adopt():
                 self._hosted.adopt(command)
             case PinPrefix():
-                self._channel.send(self._hosted.pin_prefix(command))
+                self._hosted.pin_prefix(command)
             case Unpin(pin_id):
                 self._hosted.unpin(pin_id)
             case Budget(num_tokens):

@@ -31,6 +31,8 @@ class Start(NamedTuple):
     eos_token_ids: list[int]
     cpu_arguments: dict[str, Any]
     """Arguments that replace them if vLLM computes on CPUs."""
+    pins_by_request: bool = False
+    """True: a prefix is kept by a request over it in any case; see `HostedVllm.pin_prefix`."""
     exchange_bytes: int = 0
     """Memory of a GPU that the worker needs if workers with GPUs exchange KV; 0: they do not. Workers on CPUs are able
     to in any case."""
@@ -98,6 +100,8 @@ class Ready(NamedTuple):
     tag: str
     """Name of the order within a row. Rows with the same name may be copied from one worker to another."""
     why_not_shared: str = ""
+    pins_by_request: bool = False
+    """True: `PinPrefix` must have the tokens."""
     """Reason why `memory` is None, if workers could exchange KV."""
 
 
@@ -149,6 +153,9 @@ class PinPrefix(NamedTuple):
     """vLLM's hashes of its blocks."""
     num_free: int
     """Maximum number of blocks that are in use by no sequence."""
+    token_ids: list[int]
+    """Tokens of the blocks, if they are pinned by a request."""
+    salt: str
 
 
 class Pinned(NamedTuple):

@@ -231,7 +231,7 @@ class HostedVllm:
     def adopt(self, asked: Adopt) -> None:
         self._cache(self._requests[asked.key], asked.num_tokens)
 
-    def pin_prefix(self, asked: PinPrefix) -> Pinned:
+    def pin_prefix(self, asked: PinPrefix) -> None:
         blocks: list[int] = []
         num_taken = 0
         for name in asked.names:
@@ -242,7 +242,7 @@ class HostedVllm:
             blocks.append(block)
         self._pool.touch(blocks)
         self._pins[asked.pin_id] = blocks
-        return Pinned(asked.pin_id, blocks, num_taken)
+        self._tell(Pinned(asked.pin_id, blocks, num_taken))
 
     def unpin(self, pin_id: int) -> None:
         self._pool.give_back(self._pins.pop(pin_id))

@@ -117,17 +117,26 @@ def vllm(folder: Path) -> Subject:
     return _own(folder, "vllm", vllm_python=vllm_python(), vllm_args={"enforce_eager": True})
 
 
+def vllm_pinning_by_request(folder: Path) -> Subject:
+    """The same, as if vLLM's block pool could not be reached."""
+    testing = TestingConfig(pins_by_request=True)
+    return _own(folder, "vllm", testing, vllm_python=vllm_python(), vllm_args={"enforce_eager": True})
+
+
 SUBJECTS: dict[str, Callable[[Path], Subject]] = {
-    each.__name__: each for each in (arithmetic, scripted, hosted_arithmetic, native, transformers, vllm)
+    each.__name__: each
+    for each in (arithmetic, scripted, hosted_arithmetic, native, transformers, vllm, vllm_pinning_by_request)
 }
-OF_REAL_MODELS = {"native", "transformers", "vllm"}
+OF_REAL_MODELS = {"native", "transformers", "vllm", "vllm_pinning_by_request"}
 """Engines whose models have probabilities, so that seeds matter. They take seconds to load."""
 CACHES_NOTHING = {"scripted"}
+OF_VLLM = {"vllm", "vllm_pinning_by_request"}
+"""Engines that need a real vLLM: `make test-vllm`."""
 STARTS_AT_ONCE = {"scripted"}
 """Engines that have no queue."""
 
 
-def _own(folder: Path, runner: str, **settings: Any) -> Subject:
+def _own(folder: Path, runner: str, testing: TestingConfig | None = None, **settings: Any) -> Subject:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -139,6 +148,7 @@ def _own(folder: Path, runner: str, **settings: Any) -> Subject:
     model.save_pretrained(folder / "model")
     config = Config(
         model=ModelConfig(path=str(folder / "model"), revision="tiny"),
+        testing=testing or TestingConfig(),
         engine=EngineConfig(
             runner=runner,
             num_blocks=SETTINGS.num_blocks,

@@ -24,6 +24,7 @@ from tests.support.waiting import until
 from tests.unit.engine.contract.subjects import (
     CACHES_NOTHING,
     OF_REAL_MODELS,
+    OF_VLLM,
     SOON_S,
     STARTS_AT_ONCE,
     SUBJECTS,
@@ -34,7 +35,7 @@ from tests.unit.engine.workers import serving, split
 from tests.unit.kvstore.transfer.peers import with_link
 
 PROMPT = [5 + 3 * i % 400 for i in range(100)]
-MARKS = dict.fromkeys(OF_REAL_MODELS, pytest.mark.slow) | {"vllm": pytest.mark.vllm}
+MARKS = dict.fromkeys(OF_REAL_MODELS, pytest.mark.slow) | dict.fromkeys(OF_VLLM, pytest.mark.vllm)
 
 
 def params(names: Iterable[str]) -> list[Any]:

@@ -73,7 +73,7 @@ MESSAGES: list[Message] = [
     Abort(7),
     Insert(7, -1, 48),
     Adopt(7, 32),
-    PinPrefix(1, ["aa", "bb"], 12),
+    PinPrefix(1, ["aa", "bb"], 12, [1, 2], "00"),
     Pinned(1, [4, 5], 1),
     Unpin(1),
     Allocated(7, [3, 9], -1),
