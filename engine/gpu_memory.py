@@ -23,7 +23,7 @@ BY_DESCRIPTOR: Final = 1
 
 
 class Placed(NamedTuple):
-    """Where an address of a GPU lies."""
+    """Allocation that contains an address of a GPU."""
 
     has_legacy_handle: bool
     """True if a legacy handle can share it."""

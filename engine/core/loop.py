@@ -31,6 +31,7 @@ from engine.core.outputs import (
     OnEngineEvent,
     OnProgress,
     Output,
+    OutputQueue,
     Pin,
     Refused,
     ignore_event,
@@ -508,36 +509,18 @@ class EngineLoop:
         self._wake.set()
 
 
-class SequenceHandle:
+class SequenceHandle(OutputQueue):
     """A sequence of an `EngineLoop` (`serving.ServedSequence`)."""
 
     def __init__(self, loop: EngineLoop, sequence: Sequence, queue: asyncio.Queue[Output | BatonError]) -> None:
+        super().__init__(queue)
         self._loop = loop
         self._sequence = sequence
-        self._queue = queue
 
     @property
     def key(self) -> int:
         """Identifies the sequence in the engine's outputs."""
         return self._sequence.key
-
-    async def next(self) -> Output:
-        """See `ServedSequence.next`."""
-        output = await self._queue.get()
-        if isinstance(output, BatonError):
-            raise output
-        return output
-
-    def take_ready(self) -> list[Output]:
-        """See `ServedSequence.take_ready`."""
-        ready: list[Output] = []
-        while not self._queue.empty():
-            output = self._queue.get_nowait()
-            if isinstance(output, BatonError):
-                self._queue.put_nowait(output)  # the last one; `next` raises it
-                break
-            ready.append(output)
-        return ready
 
     async def pin(self) -> Pin:
         """See `ServedSequence.pin`. A PREFILL sequence gets all its blocks when it is admitted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -93,6 +94,31 @@ class KvProgress(NamedTuple):
 
 OnProgress = Callable[[KvProgress], None]
 """Callback for the progress of a sequence's KV; see `ServedSequence.watch`."""
+
+
+class OutputQueue:
+    """Reading end of a sequence's outputs, as `serving.ServedSequence` has it. Its queue ends with an error, if any."""
+
+    def __init__(self, queue: asyncio.Queue[Output | BatonError]) -> None:
+        self._queue = queue
+
+    async def next(self) -> Output:
+        """See `ServedSequence.next`."""
+        output = await self._queue.get()
+        if isinstance(output, BatonError):
+            raise output
+        return output
+
+    def take_ready(self) -> list[Output]:
+        """See `ServedSequence.take_ready`."""
+        ready: list[Output] = []
+        while not self._queue.empty():
+            output = self._queue.get_nowait()
+            if isinstance(output, BatonError):
+                self._queue.put_nowait(output)  # the last one; `next` raises it
+                break
+            ready.append(output)
+        return ready
 
 
 @dataclass(frozen=True, slots=True)

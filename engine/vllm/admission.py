@@ -239,7 +239,7 @@ class Admission:
     def _take_back(self, sequence: Hosted) -> int:
         self.running.remove(sequence)
         self._num_reserved -= self._blocks_of(sequence.num_reserved_tokens)
-        name, sequence.name, sequence.num_reserved_tokens = sequence.name, -1, 0
+        name, sequence.name, sequence.num_reserved_tokens, sequence.block_ids = sequence.name, -1, 0, ()
         return name
 
     def _blocks_of(self, num_tokens: int) -> int:

@@ -41,7 +41,7 @@ DESCRIPTOR = "descriptor"
 
 @dataclass
 class StepEnds(KVConnectorMetadata):
-    """What the next step computes for other workers: by key, the number of tokens that are computed after it."""
+    """Number of tokens of each PREFILL sequence that are computed after the next step, by key."""
 
     ends: dict[int, int] = field(default_factory=dict)
 

@@ -655,17 +655,15 @@ class VllmEngine:
     async def _watch(self) -> NoReturn:
         """Notice a host that hangs: it answers a ping between two steps, and reports each step."""
         timeout_s = self._settings.step_timeout_s
-        for _ in itertools.count():
+        while True:
             await asyncio.sleep(timeout_s / PINGS)
-            now, longest_s = (
-                time.monotonic(),
-                HUNG * self._fit.costs.prefill_s(self.max_step_tokens, 0, self.max_step_tokens),
-            )
-            if now - self._owed_since_s > (limit_s := max(timeout_s, longest_s)):
+            longest_s = self._fit.costs.prefill_s(self.max_step_tokens, 0, self.max_step_tokens)
+            limit_s = max(timeout_s, HUNG * longest_s)
+            now = time.monotonic()
+            if now - self._owed_since_s > limit_s:
                 self._lose_host(f"it has not answered within {limit_s:.0f} s (engine.step_timeout_s)")
             if not self._by_name:
                 self._send(Ping())
-        raise AssertionError
 
     def _lose_host(self, reason: str) -> NoReturn:
         self.lose(f"vLLM's process, {self._host.pid}: {reason}")
@@ -675,7 +673,7 @@ class VllmEngine:
         self._lost = DeviceLost(f"the device of the engine has failed: {reason}")
         in_step = LostInStep(f"the device of the engine has failed in a step of this request: {reason}")
         logger.critical("%s", self._lost)
-        suspects = {sequence.key for sequence in self._by_name.values()}
+        suspects = {sequence.key for sequence in self._by_name.values() if sequence.awaits_step}
         for key, queue in self._outputs.items():
             queue.put_nowait(in_step if key in suspects else self._lost)
         raise self._lost

@@ -1,4 +1,4 @@
-"""What a `VllmEngine` gives its callers: handles of sequences, pins and scores."""
+"""Objects that a `VllmEngine` gives its callers: handles of sequences, pins and scores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from baton.errors import BatonError
 from baton.scores import NO_SCORES, TokenScores
-from engine.core.outputs import OnProgress, Output, Pin
+from engine.core.outputs import OnProgress, Output, OutputQueue, Pin
 from engine.vllm.admission import Hosted
 
 
@@ -37,35 +37,17 @@ class PinnedBlocks:
         self.num_taken = 0
         """Blocks that were in use by no sequence; until the host has answered, how many it may take of those."""
         self.is_unwanted = False
-        """True if nobody waits for them any more."""
+        """True if the caller of `pin_prefix` has left before the host answered."""
         self.is_known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-class VllmSequence:
+class VllmSequence(OutputQueue):
     """A sequence of a `VllmEngine` (`serving.ServedSequence`)."""
 
     def __init__(self, engine: Calls, sequence: Hosted, queue: asyncio.Queue[Output | BatonError]) -> None:
+        super().__init__(queue)
         self._engine = engine
         self._sequence = sequence
-        self._queue = queue
-
-    async def next(self) -> Output:
-        """See `ServedSequence.next`."""
-        output = await self._queue.get()
-        if isinstance(output, BatonError):
-            raise output
-        return output
-
-    def take_ready(self) -> list[Output]:
-        """See `ServedSequence.take_ready`."""
-        ready: list[Output] = []
-        while not self._queue.empty():
-            output = self._queue.get_nowait()
-            if isinstance(output, BatonError):
-                self._queue.put_nowait(output)  # the last one; `next` raises it
-                break
-            ready.append(output)
-        return ready
 
     async def pin(self) -> Pin:
         """See `ServedSequence.pin`."""

@@ -19,6 +19,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -208,7 +209,8 @@ class HostedVllm:
         if asked.purpose == Purpose.RECEIVE.value and not asked.num_new_tokens:
             # A mere prefix. vLLM would not look for the last token in its cache, which it computes in any case.
             token_ids = [*token_ids, 0]
-        drawing = Drawing(asked.key, params, asked.choice_index, asked.num_prompt_tokens)
+        unscored = replace(params, logprobs=None, logprob_token_ids=(), prompt_logprobs=None)  # vLLM scores the tokens
+        drawing = Drawing(asked.key, unscored, asked.choice_index, asked.num_prompt_tokens)
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=max(1, asked.num_new_tokens),

@@ -24,7 +24,7 @@ _DEFAULTS = SamplingParams()
 
 
 class Start(NamedTuple):
-    """How to build the engine."""
+    """Arguments and settings from which the host builds the engine."""
 
     arguments: dict[str, Any]
     """Arguments of vLLM's `EngineArgs`."""
@@ -206,7 +206,7 @@ class Pong(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a step did for a sequence."""
+    """Results of a step for one sequence."""
 
     key: int
     token_ids: list[int]

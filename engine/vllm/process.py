@@ -142,6 +142,7 @@ def _environment(folder: Path, start: Start, cache: Path, num_threads: int) -> d
     inherited: Mapping[str, str] = child_environment(os.environ)
     return {
         **PREFERRED,
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "vllm" / "inductor"),  # by default in TMPDIR, which ends with the host
         **{name: value for name, value in inherited.items() if name not in DROPPED},
         **ENVIRONMENT,
         "PYTHONPATH": str(links),

@@ -35,7 +35,7 @@ ARGUMENT = "baton"
 
 
 class SamplerSettings(NamedTuple):
-    """What the sampler must know of the model."""
+    """Properties of the model that the sampler needs."""
 
     folder: str
     eos_token_ids: list[int]
@@ -44,7 +44,7 @@ class SamplerSettings(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """How a sequence's tokens are drawn."""
+    """Parameters that decide a sequence's tokens."""
 
     key: int
     sampling: SamplingParams = SamplingParams(temperature=0.0)
