@@ -59,10 +59,10 @@ serve: $(STAMP)
 	@$(BIN)/baton up --ask "The capital of France is"
 
 # What these hold against the clock, others beside them would hold up: they run by themselves, and few beside each
-# other. The rest waits for a part of its time: more processes than processors.
+# other. The rest waits for a part of its time: more processes than processors, but each may start a cluster.
 test: check
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m 'clock and not chaos' $(CLOCK_TESTS)
-	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder --durations 25 \
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations 25 \
 		-m 'not fast and not clock and not chaos and not full' $(OTHER_TESTS)
 
 # Everything but `make chaos`: fakes, sanitizers, products of cases, and all examples of every property.

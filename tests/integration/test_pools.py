@@ -18,7 +18,7 @@ from tests.support.asking import sampling
 from tests.support.model_folders import backend
 from tests.support.processes import command_line
 
-pytestmark = [pytest.mark.first, pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.first, pytest.mark.integration]
 
 NUM_TOKENS = 24
 NEAR_TIE = 0.05
