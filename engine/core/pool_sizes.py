@@ -64,6 +64,8 @@ def pool_bytes(spec: KVSpec, sizes: tuple[int, ...]) -> int:
 
 def in_words(spec: KVSpec, sizes: tuple[int, ...]) -> str:
     """Return one line about a pool's tables: their sizes, and the bytes of a token, a window and a state."""
+    if not spec.states and not any(group.layers for group in spec.groups):
+        return f"{sizes[0]} blocks of {spec.groups[0].block_size} tokens, whose memory another process has"
     parts = []
     for number, group in zip(sizes, spec.groups, strict=False):
         of_token = len(group.layers) * group.row_bytes / group.block_size

@@ -94,5 +94,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 """Variables of the host's environment."""
-PREFERRED = {"VLLM_LOGGING_LEVEL": "WARNING"}  # its usual log has lines of ten thousand characters
+PREFERRED = {
+    "VLLM_LOGGING_LEVEL": "WARNING",  # its usual log has lines of ten thousand characters
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each worker on this machine would bind its ranks to the same cores
+}
 """Variables of the host's environment that the worker's may set otherwise."""

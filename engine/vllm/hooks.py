@@ -130,7 +130,7 @@ class HostedVllm:
             self._beside_model = get_kv_transfer_group()
         self.descriptors: list[int] = []
         """Descriptors that belong to `ready`; the caller closes them."""
-        self._why_not_shared = ""
+        self._why_not_shared = "it has several ranks" if is_wanted and not shares else ""
         self._memory = self._probed() if shares else None
         if self._memory is not None:
             self.descriptors = self._beside_model.descriptors
@@ -166,6 +166,7 @@ class HostedVllm:
         """Return the engine's description."""
         config = self._llm.vllm_config
         model, cache = config.model_config, config.cache_config
+        attention, isa = self._llm.collective_rpc(_layout_of)[0]
         return Ready(
             version=version,
             groups=self._groups,
@@ -176,11 +177,12 @@ class HostedVllm:
             device="" if current_platform.is_cpu() else current_platform.get_device_name(),
             dtype=str(model.dtype).removeprefix("torch."),
             kv_dtype=cache.cache_dtype,
-            attention=_attention_of(config),
+            attention=attention,
             quantization=model.quantization or "",
             caches_prefixes=bool(cache.enable_prefix_caching) and self._named_group is not None,
             memory=self._memory,
-            tag=_tag_of(config),
+            # What defines the order of values in a block of vLLM's.
+            tag=f"vllm {attention} {isa} {cache.kv_cache_layout} {cache.cache_dtype}",
             why_not_shared=self._why_not_shared,
             pins_by_request=self._pins_by_request,
         )
@@ -513,21 +515,20 @@ def _group(group: Any) -> Group:
 _KINDS: Mapping[type, str] = {SlidingWindowSpec: "window", FullAttentionSpec: "full", MambaSpec: "state"}
 
 
-def _attention_of(config: Any) -> str:
+def _layout_of(rank: Any) -> tuple[str, str]:
+    """Return the names of a rank's attention backends, and that of the processor's instructions they are laid out for.
+
+    The layers are known to the rank's process alone.
+    """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+    config = rank.vllm_config
     layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
     names = dict.fromkeys(layer.get_attn_backend().get_name() for layer in layers)
-    return "+".join(names).lower()
-
-
-def _tag_of(config: Any) -> str:
-    """Return the name of the order of values in a block: what defines it in vLLM."""
-    layers = config.compilation_config.static_forward_context.values()
-    isa = next((found for layer in layers if (found := getattr(getattr(layer, "impl", layer), "isa", ""))), "")
-    cache = config.cache_config
-    return f"vllm {_attention_of(config)} {isa} {cache.kv_cache_layout} {cache.cache_dtype}"
+    every = config.compilation_config.static_forward_context.values()
+    isa = next((found for layer in every if (found := getattr(getattr(layer, "impl", layer), "isa", ""))), "")
+    return "+".join(names).lower(), isa
 
 
 def _pairs(token: int, found: Mapping[int, Any]) -> list[tuple[int, float]]:

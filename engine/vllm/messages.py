@@ -100,9 +100,9 @@ class Ready(NamedTuple):
     tag: str
     """Name of the order within a row. Rows with the same name may be copied from one worker to another."""
     why_not_shared: str = ""
+    """Reason why `memory` is None, if workers could exchange KV."""
     pins_by_request: bool = False
     """True: `PinPrefix` must have the tokens."""
-    """Reason why `memory` is None, if workers could exchange KV."""
 
 
 class Add(NamedTuple):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import socket
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
+from baton.parent import die_with
 from baton.sampling import SamplingParams
 from engine.sampling.pipeline import Sampler
 from engine.sampling.steps import Row
@@ -90,6 +92,8 @@ class BatonSampler(LogitsProcessor):
     """Baton's sampler as one of vLLM's logits processors."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        if host := multiprocessing.parent_process():  # this is one of several ranks
+            die_with(host.pid or 0)  # vLLM ends them by a thread, for which one that hangs in a kernel does not end
         settings = SamplerSettings(*json.loads(os.environ[SETTINGS]))
         vocab_size = vllm_config.model_config.get_vocab_size()
         eos_token_ids = tuple(token for token in settings.eos_token_ids if token < vocab_size)

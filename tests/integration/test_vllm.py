@@ -258,3 +258,28 @@ def test_a_host_that_dies_or_hangs_ends_its_worker_and_no_stream(
         wait_until(lambda: has_ended(host), 10.0)
         fleet.workers.pop(victim)
         assert differing(ask_all(fleet, requests()[:8]), undisturbed[:8]) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_a_rank_that_dies_or_hangs_ends_its_worker_and_no_stream(
+    model: Path, undisturbed: list[Answer], number: signal.Signals
+) -> None:
+    """Two ranks say what one does, and a worker of one rank continues their answers."""
+    asked = requests()[:60]
+    with vllm_fleet(model, "aggregated", tensor_parallel=2, step_timeout_s=25.0) as fleet:
+        victim = fleet.add(Role.DECODE)
+        fleet.wait_for(victim)
+        (worker,) = fleet.routers[0].client.status()["workers"]
+        assert worker["computes"]["num_ranks"] == 2
+        assert worker["computes"]["attention"]
+        assert differing(ask_all(fleet, asked), undisturbed[:60]) == []
+        process = fleet.workers[victim]
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        rank = next(each for each in descendants if each.name() == "VLLM::Worker_TP1")
+        engine = replace(fleet.config.engine, tensor_parallel=1)
+        fleet.wait_for(fleet.add(Role.DECODE, config=replace(fleet.config, engine=engine)))
+        assert differing(ask_all(fleet, asked, {10: lambda: rank.send_signal(number)}), undisturbed[:60]) == []
+        process.join(60)
+        assert not process.is_alive(), "it serves on without a rank"
+        wait_until(lambda: all(map(has_ended, descendants)), 10.0, seen=lambda: descendants)
+        fleet.workers.pop(victim)

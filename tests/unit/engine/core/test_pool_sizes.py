@@ -25,6 +25,8 @@ def test_the_sizes_are_told_with_the_bytes_of_a_token_a_window_and_a_state() -> 
     assert in_words(without_attention, (512, 24)) == (
         "1.69 GiB of KV: 512 blocks of 16 tokens (0 KiB per token), 24 rows of states (72.25 MiB)"
     )
+    of_another_process = KVSpec((replace(FULL, layers=()),))
+    assert in_words(of_another_process, (512,)) == "512 blocks of 16 tokens, whose memory another process has"
 
 
 def test_the_memory_is_used_and_not_exceeded() -> None:
