@@ -217,7 +217,7 @@ class Progress(NamedTuple):
     logprobs: list[list[tuple[int, float]]]
     """Each new token and after it the likeliest ones, as pairs of an id and a log probability; empty: not requested."""
     prompt_logprobs: list[list[tuple[int, float]]]
-    """The same for each prompt token except the first one. They come with the first new token."""
+    """Pairs as in `logprobs` for each prompt token except the first; sent with the first new token."""
 
 
 class StoredBlock(NamedTuple):
