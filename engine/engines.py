@@ -17,13 +17,13 @@ from engine.runners import make_runner
 def make_engine(config: Config, cache: Path) -> ServingEngine:
     """Build the engine of a worker, of either role. Loading the model takes seconds.
 
-    A draft model is loaded for both roles, because the worker's role may change, but not if speculation is off.
+    If speculation is on, a draft model is loaded for both roles, because the worker's role may change.
 
     Args:
         cache: Baton's cache folder.
 
     Raises:
-        ModelLoadError, ConfigError: it cannot run as configured, or does not support a setting that is set.
+        ModelLoadError, ConfigError: the engine cannot run as configured, or does not support a setting.
     """
     settings = config.engine if config.engine.speculation != "off" else replace(config.engine, draft_model="")
     if config.testing.arithmetic:

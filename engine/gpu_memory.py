@@ -1,4 +1,4 @@
-"""CUDA's calls for GPU memory that several processes use, which torch does not bind. Tests substitute a fake one.
+"""CUDA's calls to share GPU memory between processes, which torch does not offer. Tests use a fake of them.
 
 CUDA shares memory in two ways. Memory of `cudaMalloc` has a *legacy handle* of 64 bytes, which other processes open.
 Virtual memory (VMM) consists of *allocations* that are mapped into reserved addresses. Other processes import an
@@ -30,7 +30,7 @@ class Placed(NamedTuple):
     handle_types: int
     """Types of handles by which its VMM allocation can be shared; 0: none, or it is no VMM memory."""
     base: int
-    """Start of its allocation; of a VMM allocation, the address at which it is mapped."""
+    """Start of the allocation. For a VMM allocation it is the address at which it is mapped."""
     num_bytes: int
     """Length of the allocation, or of its mapping."""
 
@@ -40,11 +40,11 @@ class GpuMemoryCalls(Protocol):
 
     @property
     def uuid(self) -> str:
-        """UUID of the GPU: equal in all processes of the host."""
+        """UUID of the GPU, which is the same in all processes of a machine."""
         ...
 
     def placed(self, address: int) -> Placed:
-        """Return where an address lies."""
+        """Return the allocation that contains an address."""
         ...
 
     def legacy_handle(self, address: int) -> bytes:
@@ -67,7 +67,7 @@ class GpuMemoryCalls(Protocol):
         ...
 
     def unreserve(self, address: int, num_bytes: int) -> None:
-        """Give reserved addresses back."""
+        """Release reserved addresses."""
 
     def map_descriptor(self, address: int, num_bytes: int, descriptor: int) -> None:
         """Map another process's VMM allocation at a reserved address. The descriptor may be closed afterwards."""
@@ -79,7 +79,7 @@ class GpuMemoryCalls(Protocol):
         """Let this GPU read and write mapped addresses."""
 
     def bytes_at(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Return the memory at an address, `uint8[num_bytes]`, which the tensor does not keep."""
+        """Return the memory at an address as `uint8[num_bytes]`. The tensor does not keep the memory open."""
         ...
 
     def synchronize(self) -> None:
@@ -147,8 +147,8 @@ def call_driver(name: str, *args: Any) -> None:
 class CudaMemoryCalls:
     """`GpuMemoryCalls` of one of torch's devices.
 
-    `legacy_handle`, `open_handle` and `bytes_at` carry the KV transfer's own buffers (`kvstore.transfer.device`), and
-    have run on GPUs there. The calls for VMM memory have not been run on a GPU.
+    The KV transfer uses `legacy_handle`, `open_handle` and `bytes_at` for its own buffers (`kvstore.transfer.device`);
+    they have run on GPUs for it. The calls for VMM memory have not been run on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -207,7 +207,7 @@ class CudaMemoryCalls:
 
     def reserve(self, num_bytes: int) -> int:
         """See `GpuMemoryCalls.reserve`."""
-        torch.cuda.synchronize(self._device)  # its first use here makes the context that the driver needs
+        torch.cuda.synchronize(self._device)  # the first use creates the context that the driver needs
         base, anywhere = ctypes.c_ulonglong(), ctypes.c_ulonglong(0)
         size, alignment = ctypes.c_size_t(num_bytes), ctypes.c_size_t(0)
         call_driver("cuMemAddressReserve", ctypes.byref(base), size, alignment, anywhere, ctypes.c_ulonglong(0))
@@ -254,7 +254,7 @@ class CudaMemoryCalls:
 
 
 class _Bytes:
-    """Memory at an address, as torch takes it."""
+    """Memory at an address, with the interface from which torch makes a tensor."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -267,7 +267,7 @@ class _Bytes:
 
 
 def _attribute(number: int, address: int) -> int:
-    value = ctypes.c_ulonglong(0)  # the driver writes the lower bytes of it, as many as the attribute has
+    value = ctypes.c_ulonglong(0)  # zero, because the driver writes only as many bytes as the attribute has
     call_driver("cuPointerGetAttribute", ctypes.byref(value), ctypes.c_int(number), ctypes.c_ulonglong(address))
     return value.value
 

@@ -120,14 +120,14 @@ class ModelConfig:
 
 VLLM_ARGS = {
     "quantization": "quantization method of the checkpoint, if its folder does not name it",
-    "load_format": "how the weights are read",
+    "load_format": "format from which vLLM loads the weights",
     "model_impl": "vLLM's own implementation of the model, or that of transformers",
-    "enforce_eager": "no compilation and no CUDA graphs",
+    "enforce_eager": "run without compilation and without CUDA graphs",
     "optimization_level": "how much vLLM compiles at its start",
     "compilation_config": "details of the compilation",
     "cudagraph_capture_sizes": "batch sizes with a CUDA graph",
     "gpu_memory_utilization": "share of a GPU's memory for weights, steps and KV; Baton's `memory_share` scales it",
-    "cpu_offload_gb": "GiB of the weights that stay in the machine's memory",
+    "cpu_offload_gb": "GiB of the weights that are kept in main memory instead of the GPU's",
     "kv_cache_dtype": "data type of the KV cache",
     "mamba_cache_dtype": "data type of the convolution states",
     "mamba_ssm_cache_dtype": "data type of the recurrent states",
@@ -135,8 +135,8 @@ VLLM_ARGS = {
     "moe_backend": "implementation of the experts",
     "linear_backend": "implementation of the matrix products",
     "enable_eplb": "balance the load of the experts",
-    "disable_custom_all_reduce": "reduce between GPUs by NCCL alone",
-    "enable_prefix_caching": "reuse cached prefixes; Baton turns it off for models with recurrent layers",
+    "disable_custom_all_reduce": "use only NCCL to reduce between GPUs",
+    "enable_prefix_caching": "reuse cached prefixes; by default vLLM decides it for the model",
     "hf_overrides": "values that replace those of config.json",
 }
 """Arguments of vLLM's engine that `engine.vllm_args` may contain, with what each decides."""
@@ -149,8 +149,8 @@ class EveryEngineConfig:
     runner: Annotated[str, OneOf("auto", "native", "transformers", "vllm")] = "auto"
     """Engine that computes the model. native: Baton's C code, in float32 on CPUs, for supported model types; the
     machine's C compiler builds it. transformers: the models of the transformers library. auto: native if it supports
-    the model, otherwise transformers; the log shows which and why. vllm: an installed vLLM, which has an environment of
-    its own (`vllm_python`); docs/engines.md compares the engines."""
+    the model, otherwise transformers; the log shows which and why. vllm: an unpatched vLLM, installed in
+    an environment of its own (`vllm_python`). docs/engines.md compares the engines."""
     block_size: Int = 16
     """Tokens per KV block; a multiple of 16."""
     kv_cache_gib: GibOrAuto = "auto"
@@ -202,11 +202,11 @@ class EngineConfig(EveryEngineConfig):
     """Engine of one worker."""
 
     vllm_python: String = ""
-    """Python interpreter of the environment in which vLLM is installed, such as /opt/vllm/bin/python. Required by
-    `runner` vllm. Baton need not be installed there."""
+    """Python interpreter of the environment in which vLLM is installed, such as /opt/vllm/bin/python. Required if
+    `runner` is vllm. Baton need not be installed there."""
     vllm_args: Annotated[dict[str, Any], JSON] = field(default_factory=dict)
     """Arguments of vLLM's engine that Baton passes on if `runner` is vllm, by vLLM's names, such as
-    {quantization: awq, gpu_memory_utilization: 0.85}. docs/engines.md lists which. Baton sets all others itself."""
+    {quantization: awq, gpu_memory_utilization: 0.85}. docs/engines.md lists them. Baton sets all others itself."""
     max_waiting: AtLeastOne = 1024
     """Maximum number of sequences that wait for blocks; a worker refuses further ones."""
     output_reservation: Int = 512
@@ -362,6 +362,6 @@ UNKNOWN_TO_VLLM = frozenset(
         *("images", "image_cache_gib", "max_image_pixels", "max_image_tokens"),
     }
 )
-"""Settings that `runner` vllm does not support."""
+"""Settings that `runner` vllm refuses."""
 OWN_SETTINGS = frozenset(EngineConfig.__annotations__)
 """Settings that only Baton's own engine supports. Other engines refuse them, and any other value that they lack."""

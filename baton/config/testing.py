@@ -91,8 +91,8 @@ class TestingConfig:
     """Comma-separated NAME=N: inject the fault into every Nth chunk of a KV transfer. The names are the fields of
     `Faults`."""
     pins_by_request: Switch = False
-    """Workers with vLLM keep a prefix for readers by a request over it, not by references on its blocks: as with a vLLM
-    whose block pool cannot be reached."""
+    """Workers with vLLM pin a prefix by a request, not by references on its blocks, as with a vLLM whose block pool
+    lacks the methods for it."""
     nccl_mode: Annotated[str, OneOf(*NCCL_MODES)] = "nonblocking-eager"
     """Mode in which nccl transports create and use their communicators, for debugging hangs; it must be the same on all
     workers. blocking: a call into NCCL returns when it has finished. lazy: the first message creates the

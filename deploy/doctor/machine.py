@@ -35,7 +35,7 @@ from router.admission.tenants import TenantBook
 MIN_DISK_GIB = 3.0
 MIN_SHM_MIB = 256
 VLLM_ORDERS_MIB, VLLM_REPLIES_MIB = 160, 240
-"""Shared memory in which vLLM 0.32 sends a worker's ranks their orders, and in which each of them answers."""
+"""Shared memory, in MiB, for the commands of vLLM 0.32 to all ranks of a worker, and for the replies of each rank."""
 SPARE_FILES = 256
 """Descriptors that a process needs in addition to its clients' connections."""
 TOOL_S = 10.0
@@ -118,7 +118,7 @@ class Gpus:
     sign: str = ""
     """Evidence of a GPU, independent of torch; empty: none."""
     by_vllm: bool = False
-    """True: vLLM's torch has to find them. False: Baton's own."""
+    """True: vLLM's torch must find them. False: Baton's torch must."""
 
     @property
     def torch(self) -> str:

@@ -1,4 +1,4 @@
-"""Checks of the environment in which vLLM is installed (`engine.vllm_python`). They import nothing of it."""
+"""Checks of the environment in which vLLM is installed (`engine.vllm_python`). They import none of its packages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(json.dumps({{"python": sys.version_info[:3], "torch": value("__version__")
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Contents of a Python environment, as far as vLLM's process depends on them."""
+    """Properties of a Python environment that vLLM's process depends on."""
 
     python: tuple[int, ...]
     """Version of its interpreter."""
@@ -62,7 +62,7 @@ def checks(config: Config) -> Iterator[Check]:
         return
     asked = environment(python)
     if asked is None:
-        yield Check("vllm", "fail", f"{python} has vLLM {version}, but does not say what else it has", FIX)
+        yield Check("vllm", "fail", f"{python} has vLLM {version}, but does not report its other packages", FIX)
         return
     shown = ".".join(map(str, asked.python))
     if asked.python < LEAST_PYTHON:
@@ -84,7 +84,7 @@ def checks(config: Config) -> Iterator[Check]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why an interpreter did not answer, without the program that it was given."""
+    """Return why an interpreter did not answer, without the text of the program that it ran."""
     if isinstance(error, subprocess.CalledProcessError):
         lines = str(error.stderr or "").strip().splitlines()
         return f"it ended with status {error.returncode}{f' ({lines[-1]})' if lines else ''}"
@@ -94,24 +94,31 @@ def _reason(error: BaseException) -> str:
 
 
 def settings(config: Config, has_gpus: bool) -> Iterator[Check]:
-    """Check settings that do not go together with vLLM.
+    """Check settings that vLLM does not support, or that have not been run with it.
 
     Args:
         has_gpus: the workers compute on GPUs.
     """
-    if has_gpus and config.router.mode != "aggregated":
-        yield Check(
-            "vllm and router.mode",
-            "fail" if config.router.mode == "disaggregated" else "warn",
-            f"router.mode is {config.router.mode}, and vLLM workers on GPUs do not exchange KV",
-            "set router.mode to aggregated (BATON_ROUTER_MODE) and the prefill pool to 0 workers, which would serve "
-            "nothing",
-        )
+    mode, num_ranks = config.router.mode, config.engine.tensor_parallel
+    if mode == "aggregated" or (num_ranks == 1 and not has_gpus):
+        return
+    yield Check(
+        "vllm and router.mode",
+        "fail" if mode == "disaggregated" and num_ranks > 1 else "warn",
+        f"router.mode is {mode}, and "
+        + (
+            f"vLLM workers with several ranks (engine.tensor_parallel is {num_ranks}) exchange no KV"
+            if num_ranks > 1
+            else "KV transfer between vLLM workers has not been run on GPUs"
+        ),
+        "set router.mode to aggregated (BATON_ROUTER_MODE) and the prefill pool to 0 workers, which would serve "
+        "nothing",
+    )
 
 
 @cache
 def environment(python: str) -> Environment | None:
-    """Return what an interpreter's environment has; None: the interpreter does not say."""
+    """Return the properties of an interpreter's environment; None: the interpreter does not report them."""
     try:
         command = (python, "-I", "-c", _ASK)
         answer = subprocess.run(

@@ -25,11 +25,11 @@ class Reserved:
     sequence_key: int
     block_ids: BlockTables
     num_tokens: int
-    """Leading tokens whose KV is wanted: all known ones, or all but the last if the engine computes that one itself."""
+    """Number of leading tokens whose KV must arrive: all known ones, or all but the last if the engine computes it."""
     num_cached_tokens: int
     """Leading tokens that are already in the blocks of the layer groups without a window."""
     begins: tuple[int, ...] = ()
-    """First token whose KV is wanted, by layer group; empty: `num_cached_tokens` for all groups.
+    """First token whose KV must arrive, by layer group; empty: `num_cached_tokens` for all groups.
 
     Each is a multiple of its group's block size.
     """
@@ -37,9 +37,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A PREFILL sequence has blocks. An engine that allocates them step by step reports the others with its
-    progress.
-    """
+    """A PREFILL sequence has its first blocks. An engine that allocates step by step reports more in `KvProgress`."""
 
     sequence_key: int
     block_ids: BlockTables
@@ -48,23 +46,23 @@ class Admitted:
 
 
 class Generated(NamedTuple):
-    """A sequence's next tokens, none to several. A named tuple, because each step makes one per sequence."""
+    """A sequence's next tokens: none, one or several. It is a named tuple because each step makes one per sequence."""
 
     sequence_key: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     scores: TokenScores = NO_SCORES
     report: PrefillReport | None = None
-    """Prefill report: in the first output of a sequence that was computed here, when its KV is complete."""
+    """Set in the first output after the prefill, if this engine computed it."""
     beams: tuple[Beam, ...] = ()
-    """All hypotheses of a beam search, best first: in its last output, which has no tokens."""
+    """All hypotheses of a beam search, best first. They are in its last output, which has no tokens."""
     num_searched: int = 0
     """Beams of a search whose next token this step has computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A sequence has lost its blocks. It is computed again and continues; blocks that a transfer reads are pinned."""
+    """A sequence has lost its blocks. It is computed again and continues. Pinned blocks, which transfers read, stay."""
 
     sequence_key: int
 
@@ -82,14 +80,14 @@ Output = Reserved | Admitted | Generated | Preempted | Refused
 class KvProgress(NamedTuple):
     """The KV of the first `num_tokens` tokens is in the blocks, in the model's first `num_layers` layers.
 
-    It may be read after waiting for `fence` on the reader's own stream (None: at once).
+    A reader must first wait for `fence` on its own stream. If it is None, the KV can be read at once.
     """
 
     num_tokens: int
     num_layers: int
     fence: Fence | None = None
     block_ids: BlockTables | None = None
-    """All blocks of the sequence so far, if it has got more since the last report."""
+    """All blocks of the sequence so far, if their number has changed since the last report."""
 
 
 OnProgress = Callable[[KvProgress], None]
@@ -123,12 +121,12 @@ class OutputQueue:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Blocks that keep their content until the pin is given back."""
+    """Blocks that keep their content until the pin is released."""
 
     pin_id: int
     block_ids: BlockTables
     num_tokens: int = 0
-    """Length of the pinned prefix, if it is one of the prefix cache."""
+    """Length of the pinned prefix in tokens, for `pin_prefix`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +140,7 @@ class EngineLoad:
     state_rows: BlockCounts = field(default_factory=BlockCounts)
     """Rows of the states' pool; none if the model has no states."""
     preemptions: int
-    """Number since the start."""
+    """Number of preemptions since the start."""
     costs: StepCosts
     """Step costs as measured so far."""
     busy_s: float
@@ -176,4 +174,4 @@ OnEngineEvent = Callable[[EngineEvent], None]
 
 
 def ignore_event(event: EngineEvent) -> None:
-    """Do nothing: the `OnEngineEvent` of those who need no events."""
+    """Do nothing: an `OnEngineEvent` for callers that need no events."""

@@ -1,11 +1,11 @@
-"""Which sequences vLLM gets, and the KV blocks that are reserved for them. Pure: no clock, no process.
+"""Which sequences go to vLLM, and the KV blocks that are reserved for them. Pure: no clock, no process.
 
-vLLM has a queue and a pool of its own, and preempts sequences when the pool is full. Here a sequence goes to vLLM only
-once blocks are reserved for it, so vLLM always finds free ones. Sequences wait here, not there, in the order of
-`urgency`, so a later one with an earlier deadline overtakes.
+vLLM has a queue and a pool of its own, and preempts sequences when the pool is full. The worker adds a sequence to vLLM
+only after it has reserved blocks for it, so vLLM always finds free blocks. Sequences wait in the worker, not in vLLM.
+Their order is `urgency`, so a later sequence with an earlier deadline overtakes.
 
-A reservation covers the prompt and the start of the answer (`engine.output_reservation`), and grows before the answer
-reaches its end. If it cannot grow, the least urgent sequence leaves vLLM, waits here again, and continues from its
+A reservation covers the prompt and the start of the answer (`engine.output_reservation`), and grows before the
+answer uses it up. If it cannot grow, the least urgent sequence leaves vLLM, waits here again, and continues from its
 tokens; vLLM's prefix cache may still have its KV.
 """
 
@@ -34,18 +34,18 @@ _KEYS = itertools.count()
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Hosted:
-    """A sequence of this engine."""
+    """A sequence of the engine, from its arrival until its context is left."""
 
     spec: SequenceSpec
     purpose: Purpose
-    """GENERATE also for a RECEIVE sequence from the arrival of its KV on."""
+    """GENERATE also for a RECEIVE sequence, once its KV has arrived."""
     arrival_s: float
     most_tokens: int
     """Tokens of its prompt and its whole answer, limited by the model's maximum length."""
     token_ids: list[int] = field(init=False)
     """All known tokens."""
     key: int = field(default_factory=_KEYS.__next__)
-    """The engine's name for it. vLLM gets another name each time."""
+    """The engine's key for it. vLLM gets a new name each time the sequence is added to it."""
     name: int = -1
     """The present name of the sequence in vLLM; -1: vLLM does not have it."""
     num_reserved_tokens: int = 0
@@ -55,16 +55,16 @@ class Hosted:
     first_token_s: float = 0.0
     """Time of the first token that was generated here; 0: there is none."""
     blocked_s: float = 0.0
-    """Time before the admission during which the head of the queue lacked room."""
+    """Time before the admission during which there were too few free blocks for the head of the queue."""
     num_cached_tokens: int = 0
     block_ids: tuple[int, ...] = ()
     """Blocks of the sequence that other workers read or write."""
     num_computed_tokens: int = 0
-    """Tokens whose KV is there in all layers, of a sequence that is computed for another worker."""
+    """Tokens whose KV is complete in all layers; counted for sequences that are computed for another worker."""
     num_inserted_tokens: int = 0
     """Tokens whose KV has arrived from another worker."""
     num_skipped_tokens: int = 0
-    """Tokens that vLLM will report although they are known: the first one, drawn by another worker."""
+    """Tokens that vLLM will report although they are known: 1 if another worker has drawn the first token."""
     num_pins: int = 0
     has_left: bool = False
     """True if its context was left; pins may still hold its blocks."""
@@ -83,7 +83,7 @@ class Hosted:
 
     @property
     def awaits_step(self) -> bool:
-        """True if vLLM has to compute something for it."""
+        """True if vLLM must still compute something for it."""
         return self.purpose is Purpose.GENERATE or (self.purpose is Purpose.PREFILL and not self.first_token_s)
 
     @property
@@ -163,7 +163,7 @@ class Admission:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Hosted) -> int:
-        """Forget a sequence. Return its name in vLLM, which must end it; -1: vLLM does not have it."""
+        """Forget a sequence. Return its name in vLLM, which the caller must abort there; -1: vLLM does not have it."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         if sequence.name < 0:
@@ -190,7 +190,7 @@ class Admission:
         return Change(left, admitted, self._prompt_tokens(now, costs))
 
     def _grow(self, sequence: Hosted) -> list[tuple[Hosted, int]]:
-        """Extend a reservation whose end is near. Return the sequences that had to leave for it."""
+        """Extend a reservation that is nearly used up. Return the sequences that were preempted for it."""
         left: list[tuple[Hosted, int]] = []
         reserved = sequence.num_reserved_tokens
         if sequence.is_held or reserved >= sequence.most_tokens or sequence.num_tokens + MARGIN <= reserved:
@@ -246,7 +246,7 @@ class Admission:
         return blocks_of(self._groups, num_tokens, self._max_step_tokens)
 
     def _prompt_tokens(self, now: float, costs: StepCosts) -> int:
-        """Return how many prompt tokens a step may compute, so that the decoding sequences keep their objectives."""
+        """Return how many prompt tokens a step may compute if the decoding sequences must keep their ITL objectives."""
         decoding = [sequence for sequence in self.running if sequence.first_token_s and not sequence.is_held]
         step_s, context = math.inf, 0
         for sequence in decoding:
@@ -274,8 +274,8 @@ class Admission:
 def blocks_of(groups: Iterable[Group], num_tokens: int, max_step_tokens: int) -> int:
     """Return the maximum number of blocks that a sequence of this length holds, of all groups together.
 
-    A group of layers with a window keeps the blocks of the window and of the tokens that a step adds, and one that
-    keeps a state one block, and a second one while a step writes it. Of any other kind it keeps all.
+    A group of layers with a window keeps the blocks of the window and of the tokens that a step adds. A group with a
+    state keeps one block, and a second one while a step writes it. Any other group keeps all blocks.
     """
     if not num_tokens:
         return 0
@@ -308,5 +308,5 @@ def urgency(sequence: Hosted, now: float, costs: StepCosts, chunk: int) -> tuple
 
 
 def _rank(sequence: Hosted) -> tuple[int, float]:
-    """Return the sort key of sequences that run: those with the highest keep nothing if there is no room."""
+    """Return the sort key of running sequences; the sequence with the highest key is preempted first."""
     return -sequence.spec.priority, sequence.arrival_s

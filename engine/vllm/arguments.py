@@ -12,27 +12,27 @@ from baton.memory import GIB, VLLM_PROCESS_BYTES, Room, bytes_of_vllm
 QUANTIZED = {"exact": None, "fp8": "fp8"}
 """`model.weights` -> vLLM's quantization of weights that are not quantized."""
 CPU_BLOCK_SIZE = 32
-"""Tokens per block that vLLM's attention on CPUs needs at least. Its own default is four times as many, which would let
-short prefixes go unused."""
+"""Minimum number of tokens per block of vLLM's attention on CPUs. vLLM's default is four times as many; with it short
+prefixes would not be reused."""
 
 
 def arguments_of(model: ModelConfig, engine: EngineConfig, share: float) -> dict[str, Any]:
-    """Return the arguments of vLLM's `EngineArgs`, on any device.
+    """Return the arguments of vLLM's `EngineArgs` for any device.
 
     Args:
         share: share of a GPU that this worker may use, at most 1.
 
     Raises:
-        ConfigError: vLLM lacks a setting's value; the message names it.
+        ConfigError: vLLM does not support the value of `model.weights`.
     """
     if model.weights not in QUANTIZED:
         raise ConfigError(
-            f"model.weights {model.weights} needs the native step, and engine.runner is vllm; set it to exact"
+            f"model.weights {model.weights} needs the native step, and engine.runner is vllm; set it to exact or fp8"
         )
     arguments: dict[str, Any] = {
         "model": model.path,
-        "skip_tokenizer_init": True,  # routers have the text
-        "generation_config": "vllm",  # what the folder recommends is the router's to apply
+        "skip_tokenizer_init": True,  # routers tokenize
+        "generation_config": "vllm",  # the router applies the folder's recommended sampling
         "language_model_only": True,
         "dtype": model.dtype,
         "seed": 0,
@@ -45,13 +45,13 @@ def arguments_of(model: ModelConfig, engine: EngineConfig, share: float) -> dict
         **engine.vllm_args,
     }
     if engine.block_size != EngineConfig().block_size:
-        arguments["block_size"] = engine.block_size  # else as the attention needs it
+        arguments["block_size"] = engine.block_size  # otherwise vLLM chooses it
     if share < 1:
         arguments["gpu_memory_utilization"] = share * float(arguments.get("gpu_memory_utilization", 0.9))
     if quantization := QUANTIZED[model.weights]:
         arguments["quantization"] = quantization
     if engine.num_blocks:
-        arguments["num_gpu_blocks_override"] = engine.num_blocks + 1  # vLLM keeps one for no block
+        arguments["num_gpu_blocks_override"] = engine.num_blocks + 1  # vLLM reserves one as the null block
     elif engine.kv_cache_gib != "auto":
         arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * GIB)
     if engine.tensor_parallel > 1:
@@ -86,8 +86,8 @@ def _batch(engine: EngineConfig, *, on_gpu: bool) -> dict[str, int]:
 
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the host, whose only task it is
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # which asks no logits processor of this form
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the host's process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it calls no logits processors of this interface
     "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",  # 64 bits of a hash are not enough to name a block
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -98,4 +98,4 @@ PREFERRED = {
     "VLLM_LOGGING_LEVEL": "WARNING",  # its usual log has lines of ten thousand characters
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each worker on this machine would bind its ranks to the same cores
 }
-"""Variables of the host's environment that the worker's may set otherwise."""
+"""Variables of the host's environment, unless the worker's environment sets them."""

@@ -1,7 +1,8 @@
 """Block keys of the blocks in vLLM's prefix cache. Pure.
 
-vLLM names a block by a hash of its own. Its events contain the tokens of each block, the block before it, and the salt
-of a first block, which is the seed of Baton's key chain. So each block's key follows from the key of the one before.
+vLLM identifies a block by a hash of its own. Its events contain the tokens of each block and the hash of the previous
+block, or the salt of a first block. The salt is the seed of Baton's key chain. So each block's key follows from the
+previous block's key.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from engine.vllm.messages import StoredBlock
 class BlockNames:
     """Baton's keys of vLLM's cached blocks.
 
-    A block whose chain is not known whole has no key: vLLM may have evicted the block before it, and a prompt that
-    needs the block would not find it either.
+    A block has a key only if all blocks before it are known. If vLLM has evicted one of those, no prompt can reuse the
+    block.
 
     Args:
-        keeps_tokens: whether `tokens_of` is called.
+        keeps_tokens: True if `tokens_of` is used, which needs the tokens of all blocks.
     """
 
     def __init__(self, *, keeps_tokens: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The cache that a vLLM engine offers to the KV transfer."""
+"""Opens the KV cache of a vLLM engine for the KV transfer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 class Opened(NamedTuple):
-    """A cache, and the host's description of the engine, whose `memory` is None if the cache is not shared."""
+    """An opened cache, and the host's description of the engine. Its `memory` is None if the cache is not shared."""
 
     ready: Ready
     cache: KVCache | SharedCache | GpuCache
     """A `KVCache` without layers if vLLM's cache is not shared."""
 
     def close(self) -> None:
-        """Close the memory of a GPU. No copy may use it any more."""
+        """Close the memory of a GPU. All copies from and to it must have ended."""
         if isinstance(self.cache, GpuCache):
             self.cache.close()
 
@@ -36,7 +36,7 @@ def opened(ready: Ready, memory: int, descriptors: Sequence[int], gpu_with: Call
         gpu_with: finds a GPU of this process by its UUID.
 
     Raises:
-        ModelLoadError: the cache is not laid out as the host says.
+        ModelLoadError: the layout of the cache is not the one that the host declares.
     """
     shared = ready.memory
     if shared is None:

@@ -1,11 +1,11 @@
-"""Baton's KV connector for vLLM: blocks that leave for other workers, and blocks that arrive from them.
+"""Baton's KV connector for vLLM: keeps blocks for other workers, and waits for blocks from them.
 
-vLLM makes two objects of this class in the host, one in its scheduler and one beside the model. The host calls both
-from the thread that executes steps. Nothing is copied here: the cache lies in memory that the worker maps as well, and
-the worker's KV transfer reads and writes it (`shared_cache`; on a GPU `gpu_export` and `gpu_cache`).
+vLLM makes two objects of this class in the host, one in its scheduler and one next to the model. Both run in the
+thread that executes steps. The connector copies nothing: the worker maps the cache's memory, too, and its KV transfer
+reads and writes it (`shared_cache`; on a GPU `gpu_export` and `gpu_cache`).
 
-    PREFILL   a sequence with one new token; its blocks stay when it has finished, until the host releases them
-    RECEIVE   vLLM allocates blocks for a prompt and waits; once the KV is there it computes the last prompt token again
+    PREFILL   vLLM computes a prompt and one token; the blocks stay allocated until the host releases them
+    RECEIVE   vLLM allocates blocks for a prompt and waits; when the KV is there, it computes the last token again
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from engine.vllm.messages import Allocated, KvMemory, LayerDone, Message
 HEAD_MAJOR = "LBHNC"
 """vLLM's name of a layout: each KV head's values of a block are contiguous, and blocks of a layer follow each other."""
 TAKES_HEAD_MAJOR = {"FLASH_ATTN", "FLASHINFER"}
-"""vLLM's attention that computes on every layout. Others may read a pool laid out otherwise than they declare."""
+"""Attention backends of vLLM that support this layout. Another one might ignore the layout that vLLM declares."""
 DESCRIPTOR = "descriptor"
-"""Key of the connector's settings: descriptor of the memory that the worker maps."""
+"""Key in the connector's settings of the descriptor of the memory that the worker maps."""
 
 
 @dataclass
 class StepEnds(KVConnectorMetadata):
-    """Number of tokens of each PREFILL sequence that are computed after the next step, by key."""
+    """Number of tokens of each PREFILL sequence, by key, that are computed when the next step has ended."""
 
     ends: dict[int, int] = field(default_factory=dict)
 
@@ -53,8 +53,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         send: takes messages to the worker, also within a step.
         prefilled: keys of the PREFILL sequences, by vLLM's request id, until they are released.
         received: keys of the RECEIVE sequences that have no blocks yet, by vLLM's request id.
-        ends: see `StepEnds`; of the last step that was scheduled.
-        arrived: requests whose KV has arrived in part, with the blocks that are missing.
+        ends: `StepEnds.ends` of the step that was scheduled last.
+        arrived: blocks that are missing, by request id, of requests whose KV has arrived in part.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -65,7 +65,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self.ends: dict[int, int] = {}
         self.arrived: dict[str, list[int]] = {}
         self.memory: KvMemory | None = None
-        """Description of the cache in the shared memory; None: it cannot be shared."""
+        """Description of the shared cache; None: it cannot be shared."""
         self.descriptors: list[int] = []
         """Descriptors of a GPU's memory; see `gpu_export.Exported`."""
         self.why_not_shared = "its layers are not one buffer of rows"
@@ -80,7 +80,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     # -- in the scheduler ----------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens arrive from another worker; asked again in each step until blocks are allocated."""
+        """Return how many tokens arrive from another worker. vLLM asks in each step until it has allocated blocks."""
         is_received = request.request_id in self.received
         return (request.num_tokens - num_computed_tokens, True) if is_received else (0, False)
 
@@ -91,7 +91,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self.send(Allocated(key, list(blocks.get_block_ids()[0]), num_cached))
 
     def build_connector_meta(self, scheduler_output: Any) -> StepEnds:
-        """Report the blocks of PREFILL sequences, and note how far the step computes them."""
+        """Report the blocks of PREFILL sequences, and record how far the step computes them."""
         scheduled, self.ends = scheduler_output.num_scheduled_tokens, {}
         if not self.prefilled:
             return StepEnds()
@@ -111,7 +111,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return StepEnds(self.ends)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        """Return whether the blocks stay: those of a PREFILL sequence do, until `forget`."""
+        """Return whether vLLM must keep the blocks. It keeps those of a PREFILL sequence until `forget`."""
         return request.request_id in self.prefilled, None
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
@@ -119,12 +119,12 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return request.request_id in self.prefilled, None
 
     def forget(self, request_id: str) -> None:
-        """Drop what is known of a request."""
+        """Forget a request."""
         self.received.pop(request_id, None)
         if (key := self.prefilled.pop(request_id, None)) is not None:
             self._tables.pop(key, None)
 
-    # -- beside the model ----------------------------------------------------------------------------------------------
+    # -- next to the model ---------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Put the cache into the shared memory, if it is one buffer of rows: see `KvMemory`."""
@@ -162,13 +162,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Return the layout that is wished for, once the model is loaded; vLLM need not follow."""
+        """Return the preferred layout; None: any. vLLM asks after it has loaded the model, and may ignore it."""
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
         names = {layer.get_attn_backend().get_name() for layer in layers}
         return HEAD_MAJOR if names and names <= TAKES_HEAD_MAJOR else None
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
-        """Report that a layer's KV is there. The report of the step covers the last layer, and on a GPU all of them."""
+        """Report that a layer's KV is complete. `Stepped` reports the last layer, and on a GPU all layers."""
         if not self._reports_layers:
             return
         ends = self._get_connector_metadata().ends
@@ -182,7 +182,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return None, set(arrived) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that have not arrived: vLLM computes their tokens, and those after them."""
+        """Return the blocks that have not arrived. vLLM computes their tokens and all later ones."""
         missing, self._missing = self._missing, set()
         return missing
 
@@ -193,7 +193,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: held blocks are read after the step."""
+        """Do nothing: the worker reads the blocks after the step."""
 
 
 def _ignore(message: Message) -> None:

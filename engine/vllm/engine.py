@@ -1,4 +1,4 @@
-"""vLLM as a worker's engine (`serving.ServingEngine`): what the worker's process does for it."""
+"""vLLM as a worker's engine (`serving.ServingEngine`): the part in the worker's process."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ logger = logging.getLogger(__name__)
 CONTEXT_BYTES = GIB
 """Memory of a GPU that the worker's CUDA context takes."""
 HUNG = 20.0
-"""Factor over the expected time of a step after which the host counts as hung, if that is longer than
-`engine.step_timeout_s`."""
+"""A host counts as hung after this multiple of the longest expected step, or after `engine.step_timeout_s` if that is
+longer."""
 MAX_NAME = 64
 """Maximum length of a name in a lease, in characters."""
 NOT_OF_NAMES = re.compile(r"[^\w.+/:-]+", re.ASCII)
 """Characters that a name in a lease cannot have."""
 PINGS = 4
-"""Number of times in `engine.step_timeout_s` at which an idle host must answer."""
+"""Number of pings to an idle host in each `engine.step_timeout_s`."""
 
 
 def vllm_engine(config: Config, cache: Path) -> VllmEngine:
@@ -129,7 +129,7 @@ def vllm_engine(config: Config, cache: Path) -> VllmEngine:
 class VllmEngine:
     """Queue, reservations, block keys and outputs of the sequences that vLLM computes.
 
-    The host reports each step once; everything else follows from these reports, on the event loop.
+    The host reports each step once. The engine updates all its state from these reports, on the event loop.
     """
 
     max_adapters = 0
@@ -169,7 +169,7 @@ class VllmEngine:
         self._preparing = Turns(NUM_PREPARING, MAX_PREPARING)
         self._counts = Counts(ready.num_blocks, 0, 0, -1)
         self._num_sent_tokens = 0
-        """Prompt tokens that vLLM got since its host last counted."""
+        """Prompt tokens sent to the host since its last `Counts`."""
         self._busy_s, self._num_computed = 0.0, 0
         self._budget = 0
         self._on_event: OnEngineEvent = ignore_event
@@ -179,7 +179,7 @@ class VllmEngine:
         self._is_running = False
         self._watchers: dict[int, tuple[OnProgress, ...]] = {}
         self._owed_since_s = math.inf
-        """Time since which the host owes a message; infinite: it owes none."""
+        """Time since which the worker waits for a message of the host; infinite: it expects none."""
         self._lost: DeviceLost | None = None
 
     # -- properties ----------------------------------------------------------------------------------------------------
@@ -235,11 +235,9 @@ class VllmEngine:
         return not self._outputs and not self._pins and not self._admission.running
 
     def load(self) -> EngineLoad:
-        """See `ServingEngine.load`. The number of cached blocks among the free ones is an estimate while sequences
-        run.
-        """
+        """See `ServingEngine.load`. While sequences run, the number of free blocks that are cached is an estimate."""
         total = self._ready.num_blocks
-        # Blocks of the running step may be known before the counts of its end.
+        # `Allocated` may report blocks of the running step before `Counts` does at its end.
         num_known = len({block for sequence in self._admission.running for block in sequence.block_ids})
         free = min(self._counts.num_free, total - num_known)
         cached = min(free, max(0, len(self._names) - (total - free)))
@@ -269,7 +267,7 @@ class VllmEngine:
         """Return no hypotheses: this engine searches no beams."""
         return NO_HYPOTHESES
 
-    # -- what vLLM is not asked for ------------------------------------------------------------------------------------
+    # -- unsupported features ------------------------------------------------------------------------------------------
 
     async def look(self, images: Sequence[bytes], cache_seed: bytes) -> tuple[SeenImage, ...]:
         """Raise Unsupported."""
@@ -286,7 +284,7 @@ class VllmEngine:
     # -- pins ----------------------------------------------------------------------------------------------------------
 
     async def pin_prefix(self, keys: Sequence[bytes]) -> Pin:
-        """See `ServingEngine.pin_prefix`. vLLM may have evicted blocks without a report from its host yet."""
+        """See `ServingEngine.pin_prefix`. vLLM may have evicted blocks that its host has not reported yet."""
         if self._ready.memory is None or not self._is_running:
             return Pin(-1, ((),))
         num_parts = self._spec.block_size // HASH_BLOCK
@@ -297,7 +295,7 @@ class VllmEngine:
         pin_id = next(self._pin_ids)
         self._pins[pin_id] = pinned = PinnedBlocks()
         pinned.num_taken = num_needed or min(len(names), max(0, self._admission.num_free))
-        self._admission.pin(pinned.num_taken)  # as many as it may take, so that no sequence gets them meanwhile
+        self._admission.pin(pinned.num_taken)  # the maximum until the host answers, so that no sequence gets them
         cached = [name for name in names if name]
         self._send(PinPrefix(pin_id, cached, pinned.num_taken, *self._names.tokens_of(cached)))
         try:
@@ -323,7 +321,7 @@ class VllmEngine:
         """See `ServedSequence.pin`.
 
         Raises:
-            TransferRefused: it is not computed for another worker.
+            TransferRefused: the sequence is not computed for another worker.
         """
         if sequence.purpose is not Purpose.PREFILL:
             raise TransferRefused("only the blocks of a prompt that is computed for another worker can be pinned")
@@ -385,7 +383,7 @@ class VllmEngine:
             raise Unsupported("engine.runner vllm takes no images")
 
     async def _prepare(self, spec: SequenceSpec) -> None:
-        """Compile a structure: here it is refused, and one scope cannot block others. The host compiles it again."""
+        """Compile a structure, to refuse an unsupported one. Tenants take turns. The host compiles it again."""
         async with self._preparing.turn(spec.cache_seed.hex(), 1):
             preparing = asyncio.ensure_future(asyncio.to_thread(self._structures.prepare, spec.sampling))
             await seen_through(preparing)
@@ -419,12 +417,12 @@ class VllmEngine:
                 tasks.create_task(self._watch())
         finally:
             self._is_running = False
-            for pinned in self._pins.values():  # they are of nothing: the host does not answer any more
+            for pinned in self._pins.values():  # they pin nothing: the host answers no more
                 if not pinned.is_known.done():
                     pinned.is_known.set_result(None)
 
     async def _admit(self) -> NoReturn:
-        """Give vLLM what fits, whenever something has changed."""
+        """Add the sequences that fit to vLLM, each time that something has changed."""
         while True:
             self._changed.clear()
             change = self._admission.advance(
@@ -443,7 +441,7 @@ class VllmEngine:
                     self._num_sent_tokens += sequence.num_tokens
                 self._send(self._added(sequence))
             if change.left:
-                continue  # there may be room for others
+                continue  # the freed blocks may suffice for others
             self._note_idleness()
             await self._changed.wait()
 
@@ -463,7 +461,7 @@ class VllmEngine:
         )
 
     def _send(self, message: Message) -> None:
-        """Send a command. The host owes a message from now on, unless the command is only a limit."""
+        """Send a command. After commands that need an answer, expect a message of the host from now on."""
         if self._lost is not None:
             return
         self._host.send(message)
@@ -533,7 +531,7 @@ class VllmEngine:
                 ),
             )
         elif is_first:
-            # Another sequence of the same step may compute what is cached: it is there once the step is reported.
+            # Another sequence of the same step may compute the cached blocks: wait for the step's report.
             sequence.num_cached_tokens = message.num_cached_tokens
             self._put(sequence, Admitted(sequence.key, tables, message.num_cached_tokens))
         else:
@@ -598,7 +596,7 @@ class VllmEngine:
             queue.put_nowait(output)
 
     def _note_idleness(self) -> None:
-        """Check the accounting, and report that nothing is held, once each time the last sequence has gone."""
+        """When the engine becomes idle, check the accounting once, and report `Idle`."""
         if self._was_idle or not self.is_idle or self._counts.num_free < self._ready.num_blocks:
             return
         self._was_idle = True
@@ -653,7 +651,7 @@ class VllmEngine:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> NoReturn:
-        """Notice a host that hangs: it answers a ping between two steps, and reports each step."""
+        """Detect a host that hangs: it must report each step, and answer a ping while it is idle."""
         timeout_s = self._settings.step_timeout_s
         while True:
             await asyncio.sleep(timeout_s / PINGS)

@@ -2,10 +2,10 @@
 
 The worker has a CUDA context of its own on the GPU, and reads and writes the host's memory in it:
 
-    reads    after the host's report of the end of a step (`gpu_export`), so they wait for no fence
-    writes   have ended before `VllmEngine.insert`: the transfer counts a chunk as received after `GpuMove.end`, or
-             `BlockCopier.scatter`, has waited for its copy (`pipeline.receive_loop.ChunkWriter`), and it reports the KV
-             as arrived after its last chunk. Each later kernel of vLLM then finds it in the GPU's memory
+    reads    start after the host has reported the end of the step (`gpu_export`), so they need no fence
+    writes   end before `VllmEngine.insert`. The transfer counts a chunk as received after `GpuMove.end` or
+             `BlockCopier.scatter` has waited for its copy (`pipeline.receive_loop.ChunkWriter`). It reports the KV as
+             arrived after the last chunk. So each later kernel of vLLM finds the KV in the GPU's memory
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class GpuCache:
     """vLLM's KV cache as the KV transfer reads and writes it (`kvstore.transfer.copy.blocks.RankCache`).
 
     Args:
-        memory: what lies in the host's memory; `memory.gpu` is set.
-        descriptors: of the VMM allocations; they may be closed afterwards.
+        memory: description of the host's memory; `memory.gpu` is set.
+        descriptors: descriptors of the VMM allocations; the caller may close them afterwards.
         spec: one group of layers, whose page order is opaque.
 
     Raises:
-        RuntimeError: the memory cannot be opened here; nothing of it stays open.
-        ModelLoadError: the KV of the host's probe is not where it should be; likewise.
+        RuntimeError: this process cannot open the memory; nothing of it stays open.
+        ModelLoadError: the KV of the host's probe is not where it should be; nothing of the memory stays open.
     """
 
     def __init__(self, memory: KvMemory, descriptors: Sequence[int], spec: KVSpec, gpu: Gpu) -> None:
@@ -68,7 +68,7 @@ class GpuCache:
             rows = gpu.calls.bytes_at(address, num_bytes).view(dtype).view(shape)
             require_probe(rows, memory.probe)
             gpu.calls.synchronize()
-            undo.callback(gpu.calls.synchronize)  # first of all when it is closed: no copy may run then
+            undo.callback(gpu.calls.synchronize)  # runs first in `close`: no copy may run then
             self._undo = undo.pop_all()
         self.groups = (rows,)
 
@@ -82,7 +82,7 @@ def _opened(memory: GpuMemory, descriptors: Sequence[int], calls: GpuMemoryCalls
     """Open or map the memory. Return the address of the cache's first byte.
 
     Args:
-        undo: takes what must be undone.
+        undo: gets a callback for each call that `close` must undo.
     """
     if memory.handle:
         base = calls.open_handle(bytes.fromhex(memory.handle))

@@ -1,17 +1,17 @@
 """vLLM's KV cache of one GPU, described so that the worker can open it. Tested with fakes, not run on a GPU.
 
 vLLM allocates the cache through torch: with `cudaMalloc` by default, which a legacy handle shares, or as VMM memory
-(`engine.gpu_memory`). The driver says which one it is. A cache that cannot be shared is reported with the reason, and
-the worker then serves without KV transfer. Among these are:
+(`engine.gpu_memory`). The driver reports which one it is. If a cache cannot be shared, the host reports the reason,
+and the worker serves without KV transfer. Caches that cannot be shared are for example:
 
     vLLM's own VMM allocator (`enable_cumem_allocator`) in 0.32, whose allocations have no descriptors
-    memory of `cudaMallocAsync`, and of any allocator that allows neither way
-    layouts whose blocks of a layer do not follow each other, such as those that begin with B
+    memory of `cudaMallocAsync`, and of other allocators that offer neither a legacy handle nor a descriptor
+    layouts in which a layer's blocks are not contiguous, such as those whose names begin with B
 
-The worker reads KV only after the host has reported the end of its step. vLLM has the step's tokens on the CPU by then,
-and so has waited for all that the step writes (`GPUModelRunner._to_list`, with `async_scheduling` off). There is no
-report of single layers as on CPUs: it would need an event that both processes share, and vLLM replays whole steps as
-CUDA graphs, which call no hook between layers.
+The worker reads KV only after the host has reported the end of its step. By then vLLM has copied the
+step's tokens to the CPU, and so has waited for all writes of the step (`GPUModelRunner._to_list`, with
+`async_scheduling` off). Unlike on CPUs the host does not report single layers. That would need an event that both
+processes share, and CUDA graphs of whole steps call no hook between layers.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def exported(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, calls: GpuM
 
     Args:
         kv_caches: tensors of the layers, as vLLM registers them: `[blocks, heads, tokens, content]` by their shape, in
-            memory as the layout says.
-        num_blocks: blocks of the cache; a tensor may divide them into smaller ones.
+            memory in the order of the layout.
+        num_blocks: blocks of the cache; the tensors may have a multiple of it, of smaller blocks.
 
     Raises:
         NotShared: the layout or the memory does not allow it.
@@ -76,9 +76,9 @@ def exported(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, calls: GpuM
 
 
 def rows_of(tensors: Sequence[torch.Tensor], num_blocks: int) -> Rows:
-    """Return where the layers' blocks lie, whatever the order of the values in a block is.
+    """Return where the layers' blocks lie. The order of the values in a block may be any.
 
-    The tensors' strides decide, not the layout's name: with one KV head several layouts are the same.
+    It follows from the tensors' strides, not from the layout's name: with one KV head several layouts are the same.
 
     Raises:
         NotShared: a layer's blocks do not follow each other without gaps, or layers do not.
@@ -131,6 +131,6 @@ def _memory_of(rows: Rows, calls: GpuMemoryCalls) -> tuple[GpuMemory, list[int]]
 
 
 def close_all(descriptors: list[int]) -> None:
-    """Close descriptors, and forget them."""
+    """Close descriptors, and empty the list."""
     while descriptors:
         os.close(descriptors.pop())

@@ -35,9 +35,9 @@ class PinnedBlocks:
         self.sequence = sequence
         self.block_ids: list[int] = []
         self.num_taken = 0
-        """Blocks that were in use by no sequence; until the host has answered, how many it may take of those."""
+        """Number of pinned blocks that no sequence used before; their maximum until the host has answered."""
         self.is_unwanted = False
-        """True if the caller of `pin_prefix` has left before the host answered."""
+        """True if `pin_prefix` was cancelled before the host answered."""
         self.is_known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -70,8 +70,8 @@ def scores_of(found: Sequence[Sequence[tuple[int, float]]], num_top: int) -> Tok
     """Return the scores of tokens.
 
     Args:
-        found: for each token itself and other tokens, best first, with their log probabilities.
-        num_top: number of others that were asked for.
+        found: for each token, itself and then other tokens, best first, as pairs of an id and a log probability.
+        num_top: number of other tokens that the request asked for.
     """
     if not found:
         return NO_SCORES

@@ -1,14 +1,14 @@
-"""An in-process engine of vLLM, and everything that Baton does to its insides.
+"""An in-process engine of vLLM, and all code that uses the internals of its scheduler.
 
-Public parts of vLLM are used where there are any: `LLMEngine`, its arguments, and the interface of logits processors.
-These parts are not public, and may differ in a version that Baton does not know (`versions.SUPPORTED`):
+Baton uses public parts of vLLM if there are any: `LLMEngine`, its arguments, and the interface of logits processors.
+The following parts are not public, and may differ in versions that Baton does not support (`versions.SUPPORTED`):
 
     scheduler.kv_event_publisher         replaced, so that block events stay in the process
-    scheduler.schedule                   wrapped, to learn what a step computes
-    scheduler.max_num_scheduled_tokens   set, so that a step takes no longer than its sequences' objectives allow
-    kv_cache_manager                     asked for events and cached blocks; received blocks are cached by it
-    block_pool                           asked which blocks are free or cached; pins are references on its blocks
-    scheduler._update_from_kv_xfer_finished   called, so that arrived and released KV needs no step to be noticed
+    scheduler.schedule                   wrapped, to record the size of a step
+    scheduler.max_num_scheduled_tokens   set, so that steps keep the ITL objectives of their sequences
+    kv_cache_manager                     provides events and block tables; caches received blocks
+    block_pool                           reports free and cached blocks; a pin adds references to its blocks
+    scheduler._update_from_kv_xfer_finished   called, so that arrived and released KV takes effect without a step
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ from engine.vllm.versions import require_supported
 
 logger = logging.getLogger(__name__)
 FIRST_PIN = -2
-"""Key of the request that keeps the prefix of pin 0; those of further pins follow downwards."""
+"""Key of the request that keeps the prefix of pin 0. Pin n has the key `FIRST_PIN - n`."""
 _NO_FAILURE = BlockingIOError, FileNotFoundError
 
 
 class HostedVllm:
-    """vLLM's engine, with Baton's sampler. All methods are called by one thread.
+    """vLLM's engine, with Baton's sampler. One thread calls all methods except `prepare`.
 
     Args:
-        start: how to build it.
+        start: arguments and settings of the engine.
         failures: socket on which the sampler reports sequences that it cannot draw.
-        memory: descriptor of the empty memory in which the KV cache lies if other workers can have its KV.
+        memory: descriptor of empty memory, into which the KV cache is put if it is shared on CPUs.
         send: takes messages to the worker, also within a step.
 
     Raises:
@@ -107,29 +107,29 @@ class HostedVllm:
         self._size = (0, 0, 0, 0)
         self._num_preempted = 0
         self._first: dict[int, bool] = {}
-        """Sequences that vLLM has -> whether they have no token yet."""
+        """Unfinished sequences, by key -> True if they have no token yet."""
         self._groups = [_group(each) for each in self._scheduler.kv_cache_config.kv_cache_groups]
         self._named_group = next((index for index, group in enumerate(self._groups) if group.kind == "full"), None)
         self._events = Events(self._named_group)
         self._scheduler.kv_event_publisher = self._events
         self._schedule, self._scheduler.schedule = self._scheduler.schedule, self._measured_schedule
         self._ids: dict[int, str] = {}
-        """vLLM's request ids of the sequences whose blocks it has."""
+        """vLLM's request ids, by key, of the sequences that have blocks or will get them."""
         self._pins: dict[int, list[Any]] = {}
         self._send = send
         self._pins_by_request = start.pins_by_request or not all(
             hasattr(self._pool, name) for name in ("get_cached_block", "touch", "free_blocks")
         )
         self._pinned_in_step: list[Pinned] = []
-        self._structures().load()  # the first structure would take seconds, for which steps wait
+        self._structures().load()  # otherwise the first structure takes seconds, and steps wait
         self._is_stuck = False
-        """True if all sequences wait for KV: the last step computed nothing."""
+        """True if the last step computed nothing, because all sequences wait for KV."""
         self._connector: Any = self._scheduler.connector
         self._beside_model: Any = None
         if shares:
             self._beside_model = get_kv_transfer_group()
         self.descriptors: list[int] = []
-        """Descriptors that belong to `ready`; the caller closes them."""
+        """Descriptors to send with `ready`; the caller closes them."""
         self._why_not_shared = "it has several ranks" if is_wanted and not shares else ""
         self._memory = self._probed() if shares else None
         if self._memory is not None:
@@ -137,7 +137,7 @@ class HostedVllm:
             self._connector.send = self._beside_model.send = self._send_within_step
 
     def _probed(self) -> KvMemory | None:
-        """Return where the cache is in the shared memory, with the blocks of a prompt that was computed for this."""
+        """Compute a prompt. Return the description of the shared cache, with the blocks of that prompt as its probe."""
         memory: KvMemory | None = self._beside_model.memory
         self._why_not_shared = self._beside_model.why_not_shared if memory is None else self._why_not_sharable()
         if memory is None or self._why_not_shared:
@@ -170,7 +170,7 @@ class HostedVllm:
         return Ready(
             version=version,
             groups=self._groups,
-            num_blocks=self._pool.num_gpu_blocks - 1,  # one stands for no block
+            num_blocks=self._pool.num_gpu_blocks - 1,  # one is the null block
             max_model_len=model.max_model_len,
             max_num_batched_tokens=self._most_tokens,
             vocab_size=model.get_vocab_size(),
@@ -193,10 +193,10 @@ class HostedVllm:
         return bool(self._first) and not self._is_stuck
 
     def prepare(self, asked: Add) -> None:
-        """Compile a sequence's structure; may be called in any thread.
+        """Compile a sequence's structure. Any thread may call this.
 
         Raises:
-            InvalidRequest: the structure cannot be supported.
+            InvalidRequest: the structure is not supported.
         """
         self._structures().prepare(params_of(asked.sampling))
 
@@ -209,9 +209,9 @@ class HostedVllm:
         params = params_of(asked.sampling)
         token_ids = asked.token_ids
         if asked.purpose == Purpose.RECEIVE.value and not asked.num_new_tokens:
-            # A mere prefix. vLLM would not look for the last token in its cache, which it computes in any case.
+            # A prefix without output. vLLM always computes the last token; with one more it looks for the whole prefix.
             token_ids = [*token_ids, 0]
-        unscored = replace(params, logprobs=None, logprob_token_ids=(), prompt_logprobs=None)  # vLLM scores the tokens
+        unscored = replace(params, logprobs=None, logprob_token_ids=(), prompt_logprobs=None)  # vLLM scores tokens
         drawing = Drawing(asked.key, unscored, asked.choice_index, asked.num_prompt_tokens)
         sampling = SamplingParams(
             temperature=0.0,
@@ -235,7 +235,7 @@ class HostedVllm:
             self._connector.received[request_id] = asked.key
 
     def abort(self, key: int) -> None:
-        """End a sequence. Its blocks are free before the next step, also if they were kept or waited for KV."""
+        """End a sequence. Its blocks are free before the next step, also if readers or incoming KV held them."""
         if (request_id := self._ids.pop(key, None)) is None:
             return
         self._is_stuck = False
@@ -243,7 +243,7 @@ class HostedVllm:
         was_prefilled = self._connector is not None and request_id in self._connector.prefilled
         if self._connector is not None:
             self._connector.forget(request_id)
-            self._beside_model.arrived.pop(request_id, None)  # its blocks may soon be another sequence's
+            self._beside_model.arrived.pop(request_id, None)  # vLLM may soon give its blocks to another sequence
         if self._first.pop(key, None) is not None:
             self._llm.abort_request([str(key)])
             if request is not None and request_id in self._scheduler.requests:  # it has blocks, and waits for KV
@@ -252,7 +252,7 @@ class HostedVllm:
             self._finished(finished_sending={request_id})
 
     def insert(self, asked: Insert) -> None:
-        """Let a RECEIVE sequence continue, whose KV has arrived."""
+        """Continue a RECEIVE sequence, after its KV has arrived."""
         request = self._waiting(asked.key)
         if request is None:
             return
@@ -268,15 +268,15 @@ class HostedVllm:
         self._is_stuck = False
 
     def adopt(self, asked: Adopt) -> None:
-        """Leave received KV in the prefix cache."""
+        """Add the received KV of a sequence to the prefix cache."""
         if (request := self._waiting(asked.key)) is not None:
             self._scheduler.kv_cache_manager.cache_blocks(request, asked.num_tokens)
 
     def pin_prefix(self, asked: PinPrefix) -> None:
         """Keep the cached blocks of a prefix, and answer `Pinned`.
 
-        References on the blocks keep them without a step. If vLLM's pool has no such methods, a request over the prefix
-        and one more token keeps them. It is slower, and computes what is not cached any more.
+        References on the blocks keep them without a step. If vLLM's pool lacks the methods for it, a request with the
+        prefix and one more token keeps the blocks. It is slower, and computes blocks again that are no longer cached.
         """
         if not self._pins_by_request:
             self._send(self._pinned(asked))
@@ -284,12 +284,12 @@ class HostedVllm:
         key, prompt, drawn = FIRST_PIN - asked.pin_id, [*asked.token_ids, 0], {"temperature": 0}
         try:
             self.add(Add(key, prompt, len(prompt), 1, [], 0, asked.salt, drawn, Purpose.PREFILL.value))
-        except Exception:  # of vLLM's own kinds, such as a prefix of the maximum length
+        except Exception:  # for example, vLLM refuses a prefix of the maximum length
             logger.exception("a prefix could not be pinned")
             self._send(Pinned(asked.pin_id, [], 0))
 
     def _send_within_step(self, message: Message) -> None:
-        """Send a message of the connector. A pinned prefix is answered after the step, which may compute its blocks."""
+        """Send a message of the connector. Answer for a pinned prefix after the step, which may compute its blocks."""
         if isinstance(message, Allocated) and message.key <= FIRST_PIN:
             if message.num_cached_tokens >= 0:
                 num_blocks = message.num_cached_tokens // self._groups[0].block_size
@@ -312,7 +312,7 @@ class HostedVllm:
         return Pinned(asked.pin_id, [block.block_id for block in blocks], num_taken)
 
     def unpin(self, pin_id: int) -> None:
-        """Give a pin back."""
+        """Release a pin."""
         if self._pins_by_request:
             self.abort(FIRST_PIN - pin_id)
             return
@@ -320,7 +320,7 @@ class HostedVllm:
         self._is_stuck = False
 
     def _waiting(self, key: int) -> Any:
-        """Return the request of a sequence that waits for KV; None: it does not."""
+        """Return the request of a sequence that waits for KV; None: the sequence does not wait for KV."""
         request = self._scheduler.requests.get(self._ids.get(key, ""))
         is_waiting = request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         return request if is_waiting else None
@@ -333,9 +333,9 @@ class HostedVllm:
         self._num_prompt_tokens = num_prompt_tokens
 
     def step(self) -> tuple[Stepped, list[Failed]]:
-        """Execute a step. Return what it did, and the sequences that it could not continue."""
+        """Execute a step. Return its results, and the sequences that have failed."""
         if self._is_chunked:
-            # A state is kept at the ends of blocks, so a smaller part of a prompt could not be computed.
+            # vLLM keeps a state at block ends only, so it cannot compute less than a block of a prompt.
             least = max((group.block_size for group in self._groups if group.kind == "state"), default=0)
             limit = len(self._scheduler.running) + max(least, self._num_prompt_tokens)
             self._scheduler.max_num_scheduled_tokens = min(self._most_tokens, limit)
@@ -363,7 +363,7 @@ class HostedVllm:
         return Stepped(0.0, (0, 0, 0, 0), [], stored, removed, ends, self.counts())
 
     def update(self) -> Stepped:
-        """Return what has changed without a step."""
+        """Return the changes since the last report, if there was no step."""
         return self._update()._replace(ends=[])
 
     def counts(self) -> Counts:
@@ -375,7 +375,7 @@ class HostedVllm:
 
     def close(self) -> None:
         """End vLLM's own processes."""
-        with contextlib.suppress(Exception):  # whatever is left ends with this process
+        with contextlib.suppress(Exception):  # processes that are left end with this one
             self._llm.engine_core.shutdown()
 
     def _progress(self, key: int, output: Any) -> Progress:
@@ -430,7 +430,7 @@ class HostedVllm:
 
 
 def _connected(arguments: Mapping[str, Any], memory: int, exchange_bytes: int) -> dict[str, Any]:
-    """Return arguments with which vLLM has the connector, and on a GPU leaves the worker its memory."""
+    """Return arguments that add the connector to vLLM, and on a GPU leave `exchange_bytes` of its memory free."""
     connector = KVTransferConfig(
         kv_connector=BatonConnector.__name__,
         kv_connector_module_path=BatonConnector.__module__,
@@ -446,7 +446,7 @@ def _connected(arguments: Mapping[str, Any], memory: int, exchange_bytes: int) -
 
 
 class Events:
-    """Takes the place of vLLM's event publisher: collects the changes of the prefix cache of one group of layers."""
+    """Replacement of vLLM's event publisher that collects changes of one layer group's prefix cache."""
 
     def __init__(self, group: int | None) -> None:
         self._group = group
@@ -468,13 +468,13 @@ class Events:
         """Return None: nothing is published outside of the process."""
 
     def taken(self, is_cached: Any) -> tuple[list[StoredBlock], list[str]]:
-        """Return the blocks that were cached since the last call, and the hashes that are not cached any more.
+        """Return the blocks that were cached since the last call, and the hashes that are no longer cached.
 
-        vLLM reports a block again when a prompt reuses it, and one hash may have several blocks: a hash is gone if no
-        block has it.
+        vLLM reports a block again when a prompt reuses it. Several blocks may have the same hash. It is removed with
+        the last of them.
 
         Args:
-            is_cached: returns whether a block has a hash now.
+            is_cached: returns whether any block has a given hash now.
         """
         stored: list[StoredBlock] = []
         removed: dict[bytes, None] = {}

@@ -1,7 +1,7 @@
-"""Process that runs vLLM for one worker: takes commands, executes a step, reports it.
+"""Process that runs vLLM for one worker. It takes commands, executes a step, and reports it, in a loop.
 
-`python -m engine.vllm.host SOCKET MEMORY FOLDER`: descriptors of the connection and of empty memory for the KV cache,
-and a folder that is private to this process. It ends with its worker: when the socket closes, or between two steps.
+`python -m engine.vllm.host SOCKET MEMORY FOLDER` gets the descriptors of the connection and of empty memory for the KV
+cache, and a folder that is private to this process. It ends between two steps if the worker has closed the connection.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 NUM_COMPILERS = 4
-"""Threads that compile structures. The worker has compiled each one before, and so knows that it can be."""
+"""Threads that compile structures. The worker has compiled each structure before, so it is known to compile."""
 PREPARING_S = 0.005
-"""Seconds after which the host looks whether a structure is compiled."""
+"""Interval in seconds at which the host checks whether a structure is compiled."""
 MAX_REASON = 2000
 """Maximum length of an error's text, in characters."""
 
@@ -57,14 +57,14 @@ def main() -> None:
         _run(channel, failures, int(memory))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # vLLM's threads and processes are not waited for: they end with this process
+    os._exit(0)  # without waiting for vLLM's threads and processes, which end with this one
 
 
 def _run(channel: Channel, failures: socket.socket, memory: int) -> None:
     start = next(channel.receive())
     assert isinstance(start, Start), start
     try:
-        from engine.vllm.hooks import HostedVllm  # it takes seconds, and any error is reported
+        from engine.vllm.hooks import HostedVllm  # here, because it takes seconds and any error must be reported
 
         hosted = HostedVllm(start, failures, memory, channel.send)
         ready = hosted.ready()
@@ -79,7 +79,7 @@ def _run(channel: Channel, failures: socket.socket, memory: int) -> None:
         Host(channel, hosted).run()
     except (EOFError, OSError):
         raise
-    except Exception as error:  # of a step: vLLM's scheduler and its model may now disagree
+    except Exception as error:  # after a failed step vLLM's scheduler and its model may disagree
         logger.exception("a step of vLLM failed")
         channel.send(Lost(_text(error)))
     finally:
@@ -87,13 +87,13 @@ def _run(channel: Channel, failures: socket.socket, memory: int) -> None:
 
 
 class Host:
-    """Takes the commands of a worker between two steps of vLLM."""
+    """Loop that takes a worker's commands and executes vLLM's steps."""
 
     def __init__(self, channel: Channel, hosted: HostedVllm) -> None:
         self._channel = channel
         self._hosted = hosted
         self._prepared: deque[tuple[Add, str]] = deque()
-        """Sequences whose structure is compiled, with the reason why it cannot be; filled by threads."""
+        """Sequences whose compilation has ended, with the reason if it has failed. Compiler threads append to it."""
         self._preparing: set[int] = set()
         """Keys of the sequences whose structure is being compiled."""
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "compile")
@@ -112,10 +112,10 @@ class Host:
                     self._channel.send(each)
                 self._channel.send(stepped)
             elif has_taken:
-                self._channel.send(self._hosted.update())  # no step reports what the commands have changed
+                self._channel.send(self._hosted.update())  # no step will report what the commands have changed
 
     def _wait_s(self) -> float | None:
-        """Return how long to wait for a command: not at all if there is work."""
+        """Return how long to wait for a command: 0 if there is work; None: without limit."""
         if self._hosted.has_work or self._prepared:
             return 0.0
         return PREPARING_S if self._preparing else None
@@ -169,7 +169,7 @@ class Host:
     def _add(self, command: Add) -> None:
         try:
             self._hosted.add(command)
-        except Exception as error:  # of vLLM's own kinds
+        except Exception as error:  # vLLM raises errors of many types
             self._channel.send(Failed(command.key, _text(error)))
 
 

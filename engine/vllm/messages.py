@@ -1,9 +1,9 @@
-"""Messages between a worker and its host, as JSON over a pair of sockets; both ends know each other's processes.
+"""Messages between a worker and its host, as JSON over a pair of sockets.
 
 Worker -> host: `Start` once, then commands: `Add`, `Abort`, `Insert`, `Adopt`, `PinPrefix`, `Unpin`, `Budget` and
 `Ping`. The end of the connection ends the host.
-Host -> worker: `Ready` or `Failed` once, then a `Stepped` for each step, `Allocated` and `LayerDone` within it,
-`Pinned`, `Failed` for a sequence, `Pong`, and `Lost` before it ends.
+Host -> worker: `Ready` or `Failed` once, then a `Stepped` for each step, with `Allocated` and `LayerDone` before it;
+`Pinned`; `Failed` for a sequence; `Pong`; and `Lost` before the host ends.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Start(NamedTuple):
     """Arguments of vLLM's `EngineArgs`."""
     eos_token_ids: list[int]
     cpu_arguments: dict[str, Any]
-    """Arguments that replace them if vLLM computes on CPUs."""
+    """Arguments that replace those in `arguments` if vLLM computes on CPUs."""
     pins_by_request: bool = False
-    """True: a prefix is kept by a request over it in any case; see `HostedVllm.pin_prefix`."""
+    """True: the host always pins a prefix by a request; see `HostedVllm.pin_prefix`."""
     exchange_bytes: int = 0
-    """Memory of a GPU that the worker needs if workers with GPUs exchange KV; 0: they do not. Workers on CPUs are able
-    to in any case."""
+    """Bytes of GPU memory to leave for the worker if workers with GPUs exchange KV; 0: they do not. Workers on CPUs
+    ignore it."""
 
 
 class Group(NamedTuple):
@@ -56,9 +56,9 @@ class GpuMemory(NamedTuple):
     uuid: str
     """UUID of the GPU."""
     offset: int
-    """Bytes before the cache."""
+    """Offset of the cache in the memory, in bytes."""
     handle: str
-    """Legacy handle, hexadecimal; empty: it consists of VMM allocations."""
+    """Legacy handle, hexadecimal; empty: the memory consists of VMM allocations."""
     sizes: list[int]
     """Bytes of each VMM allocation. Their descriptors come with `Ready`, in this order."""
 
@@ -68,14 +68,14 @@ class KvMemory(NamedTuple):
 
     num_layers: int
     num_blocks: int
-    """Blocks with the one that stands for no block."""
+    """Number of blocks, including the null block."""
     row_numel: int
     """Elements of one block of one layer, in an order that vLLM's attention defines."""
     dtype: str
     probe: list[int]
-    """Blocks of a prompt that the host has computed, so that the worker finds its KV there and nowhere else."""
+    """Blocks of a prompt that the host has computed. The worker checks that only they contain KV."""
     gpu: GpuMemory | None = None
-    """Memory of a GPU with the cache; None: it is main memory."""
+    """GPU memory with the cache; None: the cache is in main memory."""
 
 
 class Ready(NamedTuple):
@@ -84,25 +84,25 @@ class Ready(NamedTuple):
     version: str
     groups: list[Group]
     num_blocks: int
-    """Blocks that sequences can use, of all groups together: vLLM's pool is one."""
+    """Number of blocks that sequences can use. All groups take their blocks from this one pool."""
     max_model_len: int
     max_num_batched_tokens: int
     vocab_size: int
     device: str
-    """Name of the GPU; empty: it computes on CPUs."""
+    """Name of the GPU; empty: vLLM computes on CPUs."""
     dtype: str
     kv_dtype: str
     attention: str
     quantization: str
     caches_prefixes: bool
     memory: KvMemory | None
-    """None: other workers cannot have its KV."""
+    """Description of the shared KV cache; None: it is not shared, so this worker exchanges no KV."""
     tag: str
-    """Name of the order within a row. Rows with the same name may be copied from one worker to another."""
+    """Name of the order of values within a row. Rows may be copied between workers with the same name."""
     why_not_shared: str = ""
-    """Reason why `memory` is None, if workers could exchange KV."""
+    """Reason why `memory` is None; empty: it is not, or the host did not try to share it."""
     pins_by_request: bool = False
-    """True: `PinPrefix` must have the tokens."""
+    """True: `PinPrefix` must contain the tokens."""
 
 
 class Add(NamedTuple):
@@ -123,23 +123,23 @@ class Add(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """A sequence is no longer wanted. Its blocks are free before the next step, also if they were kept."""
+    """End a sequence. Its blocks are free before the next step, also those kept for other workers."""
 
     key: int
 
 
 class Insert(NamedTuple):
-    """The KV of a RECEIVE sequence has arrived."""
+    """Continue a RECEIVE sequence, whose KV has arrived."""
 
     key: int
     first_token: int
-    """Next token, which another worker has drawn; -1: it is drawn here."""
+    """First token of the output, if another worker has drawn it; -1: this worker draws it."""
     num_tokens: int
-    """Leading tokens whose KV is there; vLLM computes the others."""
+    """Number of leading tokens whose KV has arrived; vLLM computes the others."""
 
 
 class Adopt(NamedTuple):
-    """The KV of the first tokens of a RECEIVE sequence has arrived, and stays in the prefix cache."""
+    """Add the KV of the first `num_tokens` tokens of a RECEIVE sequence, which has arrived, to the prefix cache."""
 
     key: int
     num_tokens: int
@@ -152,9 +152,9 @@ class PinPrefix(NamedTuple):
     names: list[str]
     """vLLM's hashes of its blocks."""
     num_free: int
-    """Maximum number of blocks that are in use by no sequence."""
+    """Maximum number of blocks to pin that no sequence uses."""
     token_ids: list[int]
-    """Tokens of the blocks, if they are pinned by a request."""
+    """Tokens of the blocks, if `Ready.pins_by_request`; otherwise empty."""
     salt: str
 
 
@@ -163,42 +163,42 @@ class Pinned(NamedTuple):
 
     pin_id: int
     block_ids: list[int]
-    """The blocks that are there, as many as follow each other from the first one."""
+    """Pinned blocks: the first ones of the prefix, up to the first that is not cached."""
     num_taken: int
-    """Number of these that were in use by no sequence."""
+    """Number of these blocks that no sequence used before."""
 
 
 class Unpin(NamedTuple):
-    """Give a pin back."""
+    """Release a pin."""
 
     pin_id: int
 
 
 class Allocated(NamedTuple):
-    """A sequence that is computed for another worker, or received from one, has these blocks."""
+    """Report all blocks of a PREFILL or RECEIVE sequence."""
 
     key: int
     block_ids: list[int]
     num_cached_tokens: int
-    """Tokens that were in the prefix cache; -1: as reported before."""
+    """Number of tokens found in the prefix cache; -1: as reported before."""
 
 
 class LayerDone(NamedTuple):
-    """KV of the first layers is there, while a step still computes the others."""
+    """Report that the KV of the first layers is complete, while the step still computes the others."""
 
     num_layers: int
     ends: list[tuple[int, int]]
-    """Sequences that are computed for other workers, with the number of their tokens that this holds for."""
+    """PREFILL sequences, each with the number of leading tokens whose KV is complete in these layers."""
 
 
 class Budget(NamedTuple):
-    """Maximum number of tokens of the steps from now on."""
+    """Maximum number of prompt tokens in each step from now on."""
 
     num_tokens: int
 
 
 class Ping(NamedTuple):
-    """The host answers `Pong` between two steps."""
+    """Ask the host for a `Pong`, which it sends between two steps."""
 
 
 class Pong(NamedTuple):
@@ -215,34 +215,34 @@ class Progress(NamedTuple):
     num_cached_tokens: int
     """Tokens that vLLM found in its prefix cache when it admitted the sequence; -1: as reported before."""
     logprobs: list[list[tuple[int, float]]]
-    """Log probabilities of each new token and of others, as pairs of an id and a value; empty: none."""
+    """Each new token and after it the likeliest ones, as pairs of an id and a log probability; empty: not requested."""
     prompt_logprobs: list[list[tuple[int, float]]]
-    """Log probabilities of each prompt token but the first, with the first new token."""
+    """Pairs as in `logprobs` for each prompt token except the first; sent with the first new token."""
 
 
 class StoredBlock(NamedTuple):
-    """A block is in vLLM's prefix cache."""
+    """A block in vLLM's prefix cache."""
 
     name: str
     """vLLM's hash, hexadecimal."""
     before: str
-    """Hash of the block before it; empty: it is the first one."""
+    """Hash of the previous block; empty: this is the first block of a prompt."""
     token_ids: list[int]
     salt: str
-    """Salt of its sequence, of a first block."""
+    """Salt of the sequence if this is a first block; otherwise empty."""
 
 
 class Counts(NamedTuple):
     """State of vLLM's scheduler after a step."""
 
     num_free: int
-    """Blocks that are in use by no sequence, cached or not."""
+    """Number of blocks that no sequence uses, cached or not."""
     num_uncomputed: int
-    """Known tokens of its sequences that are not computed."""
+    """Number of known tokens of vLLM's sequences that are not computed."""
     num_preempted: int
     """Preemptions since the start."""
     num_named: int
-    """Hashes in its prefix cache; -1: there are several groups of layers, which share the hashes."""
+    """Number of hashes in the prefix cache; -1: unknown, because several groups of layers share the hashes."""
 
 
 class Stepped(NamedTuple):
@@ -254,17 +254,17 @@ class Stepped(NamedTuple):
     progress: list[Progress]
     stored: list[StoredBlock]
     removed: list[str]
-    """Hashes that are not in the prefix cache any more."""
+    """Hashes that are no longer in the prefix cache."""
     ends: list[tuple[int, int]]
-    """Sequences that are computed for other workers, with the number of their computed tokens."""
+    """PREFILL sequences, each with the number of its computed tokens."""
     counts: Counts
 
 
 class Failed(NamedTuple):
-    """The engine could not be built, or a sequence has failed; the others continue."""
+    """The engine could not be built, or one sequence has failed and the others continue."""
 
     key: int
-    """The sequence; -1: the engine."""
+    """Key of the sequence; -1: the engine."""
     reason: str
 
 
@@ -318,7 +318,7 @@ HEAD_BYTES = _LENGTH.size
 
 
 MAX_DESCRIPTORS = 253
-"""Maximum number of descriptors that Linux sends at a time."""
+"""Maximum number of descriptors that Linux sends in one message."""
 _INT = struct.Struct("i")
 _ROOM = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT.size)
 
@@ -336,13 +336,13 @@ class Channel:
         self._received = bytearray()
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message, with descriptors of files if there are any. Raise OSError if the other end has gone."""
+        """Send a message, with file descriptors if there are any. Raise OSError if the other end has closed."""
         body = encoded(message)
         sent = socket.send_fds(self._connection, (body,), descriptors) if descriptors else 0
         self._connection.sendall(body[sent:])
 
     def receive(self, timeout_s: float | None = None) -> Iterator[Message]:
-        """Yield the messages that are there. If there is none, wait for one.
+        """Yield the messages that have arrived. If there is none, wait for one.
 
         Args:
             timeout_s: maximum time to wait for the first one; None: no limit.
@@ -359,7 +359,7 @@ class Channel:
         while not self._is_whole:
             if not select.select((self._connection,), (), (), timeout_s)[0]:
                 return
-            # `socket.recv_fds` ignores its flags, so children would inherit the descriptors.
+            # Not `socket.recv_fds`: it ignores its flags, so child processes would inherit the descriptors.
             chunk, extras, *_ = self._connection.recvmsg(1 << 20, _ROOM, socket.MSG_CMSG_CLOEXEC)
             for level, kind, packed in extras:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

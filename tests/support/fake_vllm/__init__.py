@@ -1,8 +1,8 @@
-"""A Python environment in which something pretends to be vLLM, so that everything but `engine.vllm.hooks` is tested.
+"""A Python environment with a fake vLLM, with which all of `engine.vllm` except `hooks` and its imports is tested.
 
-The interpreter is a real one, in a virtual environment without packages of the worker's. What is installed there as
-vLLM is a name and a version; `torch` is a stub of another version; and `engine.vllm.hooks`, which imports vLLM, is
-replaced by `hosted`. The host's loop, its messages and its process are the real ones.
+The interpreter is a real one, in a virtual environment without the worker's packages. The installed vLLM has only a
+name and a version. `torch` is a stub of another version. `hosted` replaces `engine.vllm.hooks`, which imports vLLM.
+The host's loop, its messages and its process are the real ones.
 
     environment.py    in the tests' process: makes the environment
     redirect.py       in the host: replaces the hooks when the interpreter starts

@@ -1,4 +1,4 @@
-"""Makes the environment of a fake vLLM, and reads what a host in it has reported of itself."""
+"""Makes the environment of a fake vLLM, and reads the report that a host in it has written."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def behave(python: str, **given: Any) -> None:
 
 
 def reported_by(python: str) -> dict[str, Any]:
-    """Returns what the last host in this environment has found when it started; see `hosted.write_report`."""
+    """Returns the report of the last host that started in this environment; see `hosted.write_report`."""
     path = _environment(python) / REPORT
     report: dict[str, Any] = wait_until(lambda: json.loads(path.read_text()), not_yet=(OSError, ValueError))
     return report

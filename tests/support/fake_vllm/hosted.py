@@ -2,9 +2,9 @@
 
 Its model is the arithmetic one (`engine.testing`), in Python alone: K holds the token, V holds (p + 1) * token, in two
 layers of 64-bit integers that lie in the memory which the worker maps. The next token comes from what is read there, so
-a lost, stale or swapped block changes the answer. A model has no ends of its own: `stop_token_ids` end an answer.
+a lost, stale or swapped block changes the answer. Only `stop_token_ids` end an answer.
 
-Some tokens of a prompt have consequences; see the constants.
+Some tokens of a prompt cause failures; see the constants.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ DEADLY = 40_004
 HANGING = 40_005
 """The process stops in a step with it."""
 UNCOMPILED, SLOWLY_COMPILED = "uncompiled", "slowly compiled"
-"""Choices of a structured output of which vLLM does not want to know, or only after a second."""
+"""Choices of a structured output that do not compile, or compile only after a second."""
 VOCAB_SIZE, MODEL_LEN, NUM_LAYERS = 49152, 8192, 2
 LOG_OF_BEST = math.log(1 - math.exp(-0.1))
 """Log probability of the best token; each one after it has 0.1 less."""
@@ -70,13 +70,13 @@ class Given(TypedDict, total=False):
     """What a test decides; see `environment.fake_vllm`."""
 
     fails: str
-    """`raises` or `exits`: it does not come up."""
+    """`raises` or `exits`: the way in which its start fails."""
     step_s: float
-    """Least seconds that a step takes."""
+    """Minimum duration of a step, in seconds."""
     token_s: float
-    """Seconds that each token of a step takes besides."""
+    """Additional seconds for each token of a step."""
     layout: str
-    """`swapped`: the cache has its blocks before its layers, and says that it is the other way round."""
+    """`swapped`: the cache has blocks before layers, although it declares layers before blocks."""
     ready: dict[str, Any]
     """Fields of `Ready` that it reports wrongly."""
 
@@ -95,7 +95,7 @@ class Request:
     """Cached tokens of the prompt when it got its first blocks; -1: it has none yet."""
     num_drawn: int = 0
     num_reported: int = 0
-    """Its blocks that the worker knows, of a PREFILL sequence."""
+    """Number of blocks reported to the worker; for PREFILL sequences."""
     forced: int = -1
 
     @property
@@ -385,7 +385,7 @@ class HostedVllm:
         self._size = (sum(number for _, number in scheduled), num_pairs, num_decoding, num_context)
 
     def _suffer(self, request: Request) -> None:
-        """Lets the tokens of a prompt have their consequences."""
+        """Applies the special tokens of a prompt."""
         if FATAL in request.asked.token_ids:
             raise RuntimeError("the model has failed")
         if DEADLY in request.asked.token_ids:
@@ -515,7 +515,7 @@ MODULUS = _largest_prime(VOCAB_SIZE)
 
 
 def write_report(start: Start) -> None:
-    """Writes what this process is and has, for tests that ask: packages, environment, descriptors, arguments."""
+    """Writes a report for tests: the packages, environment, descriptors and arguments of this process."""
     names = ("torch", "numpy", "pydantic", "grpc", "redis", "xxhash", "hypothesis")
     found = {name: spec.origin for name in names if (spec := importlib.util.find_spec(name)) is not None}
     links = {}
@@ -523,7 +523,7 @@ def write_report(start: Start) -> None:
         try:
             links[each.name] = str(each.readlink())
         except FileNotFoundError:
-            continue  # that of the folder's own listing
+            continue  # the descriptor with which this loop lists the folder
     report = {
         "pid": os.getpid(),
         "folder": str(Path.cwd()),

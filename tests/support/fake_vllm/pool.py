@@ -13,7 +13,7 @@ from engine.vllm.messages import StoredBlock
 
 
 class OutOfBlocks(Exception):
-    """There are not so many free blocks."""
+    """There are too few free blocks."""
 
 
 class Pool:
@@ -56,7 +56,7 @@ class Pool:
             self._references[block] += 1
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """The last one is evicted first: no other prompt begins with it."""
+        """Frees blocks. The last block is evicted first, because the fewest prompts share it."""
         for block in reversed(blocks):
             self._references[block] -= 1
             assert self._references[block] >= 0, f"block {block} was given back twice"
@@ -98,7 +98,7 @@ class Pool:
         self._removed[name] = None
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Every block is free, or in use as often as tables have it."""
+        """Asserts that every block is free, or has as many references as tables contain it."""
         used = Counter(block for table in tables for block in table)
         assert used == +self._references, f"{used} and {self._references} differ"
         assert not used.keys() & self._free.keys(), "a block in use is free"

@@ -1,4 +1,4 @@
-"""Has this interpreter find `fake_vllm.hosted` under the name of `engine.vllm.hooks`."""
+"""Makes this interpreter import `fake_vllm.hosted` under the name `engine.vllm.hooks`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REPLACED = "engine.vllm.hooks"
 
 
 class Redirect:
-    """A finder of modules, and the loader of the one that it finds."""
+    """Finder and loader of the replaced module."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name == REPLACED else None  # type: ignore[arg-type]
@@ -22,7 +22,7 @@ class Redirect:
         return hosted
 
     def exec_module(self, module: ModuleType) -> None:
-        """It is executed already."""
+        """Does nothing: the module is already executed."""
 
 
 sys.meta_path.insert(0, Redirect())

@@ -60,7 +60,7 @@ def test_an_environment_as_it_should_be_is_shown_with_its_versions(interpreter: 
         ({"version": ""}, "has no vLLM", "install vllm 0.33 in its environment ("),
         ({"version": "0.31.2"}, "vLLM 0.31.2 is not supported", "install 0.32.* or 0.33.* ("),
         ({"script": "echo no such option >&2; exit 3"}, "it ended with status 3 (no such option)", vllm.FIX),
-        ({"script": "case \"$*\" in *PackageNotFound*) echo 0.33.0;; *) exit 1;; esac"}, "does not say what", vllm.FIX),
+        ({"script": "case \"$*\" in *PackageNotFound*) echo 0.33.0;; *) exit 1;; esac"}, "its other packages", vllm.FIX),
         ({"python": [3, 10, 14]}, "is Python 3.10.14; vLLM's process imports modules of Baton", vllm.FIX),
         ({"missing": ["llguidance"]}, "lacks llguidance, which Baton's sampler needs", "-m pip install llguidance"),
     ],
@@ -145,13 +145,19 @@ def test_a_driver_that_is_too_old_for_vllms_torch() -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_workers_on_gpus_serve_aggregated(interpreter: Interpreter) -> None:
-    config = a_config(interpreter())
-    for mode, state in (("auto", "warn"), ("disaggregated", "fail")):
-        found = list(preflight.vllm_checks(replace(config, router=RouterConfig(mode=mode))))
-        assert the(found, "vllm and router.mode").state == state
+@pytest.mark.parametrize(
+    ("num_ranks", "mode", "state"),
+    [(1, "auto", "warn"), (1, "disaggregated", "warn"), (2, "auto", "warn"), (2, "disaggregated", "fail")],
+)
+def test_workers_on_gpus_serve_aggregated(interpreter: Interpreter, num_ranks: int, mode: str, state: str) -> None:
+    config = a_config(interpreter(), tensor_parallel=num_ranks)
+    found = list(preflight.vllm_checks(replace(config, router=RouterConfig(mode=mode))))
+    check = the(found, "vllm and router.mode")
+    assert check.state == state
+    assert ("several ranks" in check.found) is (num_ranks > 1)
     on_cpu = replace(config, model=ModelConfig(device="cpu"))
-    assert [check.name for check in preflight.vllm_checks(on_cpu)] == ["vllm", "gpu"]
+    also = ["vllm and router.mode"] if num_ranks > 1 else []
+    assert [check.name for check in preflight.vllm_checks(on_cpu)] == ["vllm", "gpu", *also]
 
 
 def test_a_worker_that_computes_with_vllm_is_not_judged_by_batons_own_torch(

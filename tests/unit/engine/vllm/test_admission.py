@@ -28,7 +28,7 @@ def an_admission(num_blocks: int = 64, groups: tuple[Group, ...] = (FULL,), **va
 def a_sequence(
     num_tokens: int = 16, most_tokens: int = 0, purpose: Purpose = GENERATE, arrival_s: float = 0.0, **values: Any
 ) -> Hosted:
-    """Its prompt has all its tokens, unless `num_prompt_tokens` says something else."""
+    """All tokens are prompt tokens, unless `num_prompt_tokens` is given."""
     spec = sequence_spec([1] * num_tokens, **values)
     return Hosted(spec=spec, purpose=purpose, arrival_s=arrival_s, most_tokens=most_tokens or num_tokens + 100)
 
@@ -40,7 +40,7 @@ def advance(admission: Admission, now: float = 100.0, *, num_uncomputed: int = 0
 
 
 def admitted(admission: Admission, *sequences: Hosted) -> None:
-    """All of them, one after the other."""
+    """Admits all sequences, one after the other."""
     for sequence in sequences:
         admission.add(sequence)
         assert advance(admission).admitted == [sequence]
@@ -88,7 +88,7 @@ def test_the_longest_sequence_is_the_longest_that_fits(
     assert an_admission(num_blocks, groups).longest(most) == expected
 
 
-# -- who gets in -------------------------------------------------------------------------------------------------------
+# -- admission --------------------------------------------------------------------------------------------------------
 
 
 def test_a_sequence_reserves_its_prompt_and_the_start_of_its_answer() -> None:
@@ -168,7 +168,7 @@ def test_the_order_is_priority_then_deadline_then_arrival() -> None:
 
 
 def test_a_late_sequence_comes_after_those_that_can_be_in_time() -> None:
-    """What no order can save must not make others late."""
+    """A request that is late in any order must not make others late."""
     late = a_sequence(arrival_s=90.0, ttft_s=10.0)
     hopeless = a_sequence(8000, arrival_s=99.0, ttft_s=1.1)
     assert PRIOR.prefill_s(8000, 0, 10_000) > 0.1
@@ -198,7 +198,7 @@ def test_a_reservation_grows_before_its_end_is_reached() -> None:
     admitted(admission, sequence := a_sequence(16, 500))
     generates(sequence, RESERVED - MARGIN)
     advance(admission)
-    assert sequence.num_reserved_tokens == 16 + RESERVED, "there are tokens left for what vLLM is ahead"
+    assert sequence.num_reserved_tokens == 16 + RESERVED, "vLLM may be some tokens ahead"
     generates(sequence, 1)
     advance(admission)
     assert sequence.num_reserved_tokens == sequence.num_tokens + RESERVED
@@ -249,7 +249,7 @@ def test_a_held_sequence_neither_grows_nor_leaves() -> None:
 
 
 def full_of(*sequences: Hosted) -> Admission:
-    """A pool in which these sequences have each grown by a block, and there is none left."""
+    """A pool without free blocks, after each of these sequences has grown by a block."""
     admission = an_admission(num_blocks=3 * len(sequences))
     admitted(admission, *sequences)
     assert admission.num_free == 0
@@ -267,7 +267,7 @@ def test_without_room_the_least_urgent_leaves_and_the_others_grow() -> None:
     generates(urgent, 17)
     change = advance(admission)
     assert change.left == [(late, names[2])]
-    assert change.admitted == [], "what it had is not given to it again at once"
+    assert change.admitted == [], "a preempted sequence is not admitted again at once"
     assert (late.name, late.num_reserved_tokens, admission.waiting) == (-1, 0, [late])
     assert urgent.num_reserved_tokens == 33 + RESERVED
     assert early.num_reserved_tokens == 48
@@ -354,7 +354,7 @@ def test_the_strictest_objective_counts_and_those_of_held_sequences_do_not() -> 
     assert budget(admission) == 1024
 
 
-# -- whatever happens --------------------------------------------------------------------------------------------------
+# -- random events ----------------------------------------------------------------------------------------------------
 
 
 GROUPS = st.lists(

@@ -33,7 +33,7 @@ AS_IT_IS: dict[str, Any] = {
     "disable_log_stats": True,
     "async_scheduling": False,
 }
-"""What vLLM gets of settings that are not set."""
+"""Arguments of vLLM if no setting is set."""
 
 
 def settings(**values: Any) -> EngineConfig:
@@ -41,7 +41,7 @@ def settings(**values: Any) -> EngineConfig:
 
 
 def changed(share: float = 1.0, model: ModelConfig = MODEL, **values: Any) -> dict[str, Any]:
-    """The arguments that settings change."""
+    """The arguments that these settings change."""
     found = arguments_of(model, settings(**values), share)
     assert found.keys() >= AS_IT_IS.keys()
     return {name: value for name, value in found.items() if name not in AS_IT_IS or AS_IT_IS[name] != value}
@@ -170,7 +170,7 @@ def test_on_cpus_what_is_set_holds(model: ModelConfig) -> None:
 
 
 def test_on_cpus_ranks_divide_weights_and_memory(model: ModelConfig) -> None:
-    """Each has a process and, of what is left, a half."""
+    """Each rank needs memory for its process. The pools share half of the rest."""
     assert pool_gib(model, 8) == (8 - 1 - 2) / 2
     assert pool_gib(model, 8, tensor_parallel=2) == (8 / 2 - 1 / 2 - 2) / 2
 

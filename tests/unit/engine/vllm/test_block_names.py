@@ -1,4 +1,4 @@
-"""Baton's keys of vLLM's blocks: the same as a router computes from a prompt, whatever vLLM calls them."""
+"""Baton's keys of vLLM's blocks are the same as a router computes from a prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEYS = block_keys(SEED, PROMPT, SIZE)
 
 
 def chain(prompt: list[int] = PROMPT, salt: bytes = SEED, name: str = "") -> list[StoredBlock]:
-    """The blocks of a prompt, named by their places in it."""
+    """The blocks of a prompt. Each block's hash is its index."""
     number = len(prompt) // SIZE
     names = [f"{name}{index}" for index in range(number)]
     return [
@@ -53,7 +53,9 @@ def test_a_block_whose_predecessor_is_unknown_has_no_key() -> None:
     assert names.update(chain()[1:], ()) == []
     assert names.keys() == []
     assert names.update((), ["3"]) == []
-    assert names.update(chain(), ()) == [Stored(key) for key in KEYS], "they have once the first one is there"
+    assert names.update(chain(), ()) == [Stored(key) for key in KEYS], (
+        "all blocks have keys once the first one is cached"
+    )
 
 
 def test_a_block_that_is_reported_again_is_stored_once() -> None:
@@ -71,7 +73,7 @@ def test_a_block_that_was_stored_and_evicted_in_one_step_is_both() -> None:
 
 
 def test_blocks_after_an_evicted_one_keep_their_keys() -> None:
-    """vLLM evicts a prompt's last blocks first; a shared one may be gone before the others all the same."""
+    """vLLM evicts a prompt's last blocks first, but may evict a shared block before the others."""
     names = BlockNames()
     names.update(chain(), ())
     assert names.update((), ["1", "no block of this name"]) == [Removed(KEYS[1])]

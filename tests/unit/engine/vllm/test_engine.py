@@ -1,4 +1,4 @@
-"""The engine over a fake vLLM: what the contract suite does not ask of every engine."""
+"""The engine over a fake vLLM: properties that the contract suite does not require of every engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def its(subject: Subject) -> VllmEngine:
     return subject.engine
 
 
-# -- what it says of itself --------------------------------------------------------------------------------------------
+# -- description ------------------------------------------------------------------------------------------------------
 
 
 async def test_its_description_is_vllms(hosts: Hosts) -> None:
@@ -69,7 +69,7 @@ async def test_its_description_is_vllms(hosts: Hosts) -> None:
 
 
 async def test_a_pool_limits_the_longest_sequence(hosts: Hosts) -> None:
-    """vLLM's own limit does not know what other groups of layers take of the pool."""
+    """vLLM's own limit ignores the blocks that other groups of layers take from the pool."""
     groups = [["full", 2, BLOCK_SIZE, 0], ["state", 2, 512, 0]]
     behaviour = {"ready": {"groups": groups}}
     assert hosts.engine(behaviour, num_blocks=12).max_model_len == 10 * BLOCK_SIZE
@@ -115,7 +115,7 @@ async def test_log_probabilities_come_with_each_token(hosts: Hosts) -> None:
 
 
 async def test_an_answer_ends_with_a_token_of_the_model_unless_it_ignores_it(hosts: Hosts) -> None:
-    """Token 0 is the model's own end. It comes if the prompt's sum is a multiple of the modulus."""
+    """Token 0 is the model's end-of-sequence token. It follows a prompt whose sum is a multiple of the modulus."""
     subject = hosts.subject()
     prime = modulus(49152)
     ends = [prime - 2 * 20_000, 20_000]
@@ -160,7 +160,7 @@ async def test_many_answers_in_a_small_pool_evict_and_preempt_and_are_the_models
 
 
 class AsGiven(StepFit):
-    """Costs that no step changes: a second for each token."""
+    """Fixed step costs of a second per token."""
 
     def __init__(self) -> None:
         super().__init__(step_costs(s_per_token=1.0))
@@ -373,7 +373,7 @@ async def test_received_kv_is_continued_and_what_is_missing_is_computed(
 
 
 async def test_kv_of_another_prompt_or_none_changes_the_answer(hosts: Hosts) -> None:
-    """The model reads what is in the blocks; else the tests above would show nothing."""
+    """The model reads the blocks; otherwise the tests above would pass in any case."""
     subject = hosts.subject()
     async with subject.running(), asyncio.timeout(SOON_S):
         for sent, num_blocks in ((PROMPT, 0), (PROMPT, 3), ([*PROMPT[:50], 1, *PROMPT[51:]], 4)):
@@ -404,7 +404,7 @@ async def test_a_first_token_that_ends_the_answer_ends_it_without_a_step(hosts: 
 
 
 async def test_a_received_prefix_stays_cached(hosts: Hosts) -> None:
-    """All of it, to its last whole block; the tenant's next prompt finds it."""
+    """A received prefix is cached up to its last whole block, and the tenant's next prompt reuses it."""
     subject = hosts.subject()
     async with subject.running() as engine, asyncio.timeout(SOON_S):
         prefix = spec_of(PROMPT, 9, **TENANT).prefix(96)
@@ -447,7 +447,7 @@ async def test_a_pinned_prefix_is_not_evicted_until_its_pin_is_given_back(hosts:
 
 
 async def test_blocks_of_a_pin_that_is_on_its_way_are_given_to_no_sequence(hosts: Hosts) -> None:
-    """vLLM has them no more when the sequence arrives: it would wait there, or preempt another one."""
+    """Pinned blocks are not free. A sequence with a reservation for them would wait in vLLM, or preempt another."""
     subject = hosts.subject(num_blocks=8)
     async with subject.running() as engine, asyncio.timeout(SOON_S):
         await subject.answer(spec_of(PROMPT, 2))

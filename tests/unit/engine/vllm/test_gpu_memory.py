@@ -114,7 +114,7 @@ def test_other_layouts_are_refused(host: FakeMemoryCalls, layout: str) -> None:
 
 
 def test_the_strides_decide_and_not_the_name(host: FakeMemoryCalls) -> None:
-    """With one KV head, heads before blocks is the same as blocks before heads: so it is with latent attention."""
+    """With one KV head, as in latent attention, the order of heads and blocks makes no difference."""
     caches = views(host.allocate(NUM_PAGES, legacy=True), "LHBNC", num_heads=1)
     assert rows_of(list(caches.values()), BLOCKS).row_numel == HEADS * TOKENS * CONTENT
 
@@ -301,18 +301,18 @@ def test_descriptors_that_are_missing_are_noticed(host: FakeMemoryCalls, worker:
 def test_a_wrong_idea_of_the_layout_is_found_at_the_start(
     host: FakeMemoryCalls, worker: FakeMemoryCalls, legacy: bool
 ) -> None:
-    """Attention that writes a pool otherwise than its tensors' strides say, as some have done."""
+    """Some attention backends have written a pool in another layout than its tensors' strides declare."""
     memory = host.allocate(NUM_PAGES, legacy=legacy)
     compute(views(memory, "BLHNC"))
     export = exported(views(memory, "LBHNC"), BLOCKS, host)
-    with pytest.raises(ModelLoadError, match="is not laid out as it says"):
+    with pytest.raises(ModelLoadError, match="is not laid out as vLLM declares"):
         opened_by(worker, export)
     assert not worker.held
     close_all(export.descriptors)
 
 
 def test_every_layout_that_is_written_otherwise_is_found(host: FakeMemoryCalls, worker: FakeMemoryCalls) -> None:
-    """A pool whose rows have another order inside is the same to a copy of rows: its tag differs, not its place."""
+    """Another order of values within the rows changes the tag, not the places of the rows."""
     for written in ORDERS:
         memory = host.allocate(NUM_PAGES, legacy=True)
         compute(views(memory, written))

@@ -1,4 +1,4 @@
-"""Hosts that die, hang or fail in a step, and what their sequences hear of it."""
+"""Hosts that die, hang or fail in a step, and the errors that their sequences get."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.unit.engine.vllm.hosts import Hosts, host_of, nothing_is_left
 from tests.unit.engine.vllm.test_engine import PROMPT, its, spec_of
 
 TIMEOUT_S = 1.0
-"""A host that hangs is noticed after this time, or a quarter more."""
+"""A host that hangs is detected after this time, or a quarter more."""
 
 
 @contextlib.asynccontextmanager
 async def losing(subject: Subject, message: str) -> AsyncIterator[None]:
-    """Runs an engine, which must have lost its device at the end, once."""
+    """Runs an engine, which must lose its device exactly once."""
     running = asyncio.create_task(subject.engine.run(subject.events))
     try:
         yield
@@ -55,7 +55,7 @@ async def test_a_host_that_dies_while_it_is_idle_is_noticed_at_once(hosts: Hosts
 
 
 async def test_a_host_that_dies_in_a_step_takes_those_along_that_it_had(hosts: Hosts) -> None:
-    """One that waits has not been in the step, which may be why it died: it must not count as the cause."""
+    """A waiting sequence was not in the step in which the host died, so it must not count as the cause."""
     subject = hosts.subject(max_num_seqs=2)
     async with (
         losing(subject, "its process has ended with status 3"),
@@ -114,7 +114,7 @@ async def test_a_host_that_hangs_in_a_step_is_noticed_by_its_silence(
 async def test_a_host_that_hangs_while_it_holds_received_blocks_is_noticed_once_it_must_answer(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sequence that waits for KV may wait for long: that alone is no reason."""
+    """A sequence may wait for KV for long; this alone must not end the host."""
     monkeypatch.setattr(process, "END_S", 0.2)
     subject = hosts.subject(step_timeout_s=TIMEOUT_S)
     async with (
@@ -131,7 +131,7 @@ async def test_a_host_that_hangs_while_it_holds_received_blocks_is_noticed_once_
 
 
 async def test_a_host_that_answers_is_not_lost(hosts: Hosts) -> None:
-    """Idle for longer than a step may take, and computing for longer than that."""
+    """The host is idle, and then computes, for longer than a step may take."""
     subject = hosts.subject({"step_s": 0.05}, step_timeout_s=2.0)
     async with subject.running():
         await asyncio.sleep(2.6)

@@ -56,7 +56,7 @@ def test_worker_and_host_have_different_versions_of_torch(hosts: Hosts) -> None:
 def test_the_host_finds_batons_packages_and_no_other_of_the_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even if the worker's environment names them, as it does if it was started with a path."""
+    """The host does not find them even if the worker's PYTHONPATH names their folder."""
     ours = Path(psutil.__file__).parents[1]
     assert (ours / "pydantic").is_dir()
     monkeypatch.setenv("PYTHONPATH", str(ours))
@@ -171,7 +171,7 @@ def test_an_interpreter_that_cannot_be_run_is_named_with_the_shells_status(tmp_p
 def test_an_engine_that_cannot_be_built_ends_its_host(hosts: Hosts) -> None:
     config = hosts.config({"layout": "swapped"})
     with nothing_is_left() as check:
-        with pytest.raises(ModelLoadError, match="is not laid out as it says"):
+        with pytest.raises(ModelLoadError, match="is not laid out as vLLM declares"):
             hosts.started(config)
         check()
         behave(hosts.python, ready={"device": "NVIDIA H200"})
@@ -280,7 +280,7 @@ def test_a_host_ends_with_its_worker_even_if_it_hangs(tmp_path: Path) -> None:
 
 
 def test_the_process_that_is_watched_is_the_host_itself(hosts: Hosts) -> None:
-    """The script that ties it to the worker has become it, so that a signal reaches it."""
+    """The wrapper script executes the host in its own process, so that a signal reaches the host."""
     engine = hosts.engine()
     assert host_of(engine).pid == reported_by(hosts.python)["pid"]
     assert host_of(engine).ppid() == os.getpid()

@@ -1,4 +1,4 @@
-"""vLLM's cache in memory that two processes map: where each block of each layer is, as the host's probe shows."""
+"""vLLM's cache in memory that two processes map: the place of each block, and the check of the host's probe."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def test_it_needs_no_descriptor_afterwards(descriptor: int) -> None:
 def test_another_layout_is_noticed(descriptor: int, written: object) -> None:
     assert callable(written)
     written(host_side(descriptor))
-    with pytest.raises(ModelLoadError, match=r"is not laid out as it says; set router.mode to aggregated"):
+    with pytest.raises(ModelLoadError, match=r"is not laid out as vLLM declares; set router.mode to aggregated"):
         SharedCache(descriptor, MEMORY, SPEC)
 
 
 @pytest.mark.parametrize("probe", [[1], [8], [1, 2, 3, 4, 5, 6, 7, 8], [8, 1], [2, 5]])
 def test_blocks_at_the_edges_and_apart_are_no_reason(descriptor: int, probe: list[int]) -> None:
-    """The first block may have anything: it stands for no block."""
+    """Block 0, the null block, may have any content."""
     rows = host_side(descriptor)
     rows[:, probe] = -0.5
     rows[:, 0] = 9.0
@@ -104,7 +104,7 @@ def test_without_shared_memory_the_spec_only_names_prefixes() -> None:
 
 
 def test_workers_without_shared_memory_are_not_paired() -> None:
-    """And workers with it are, whatever the size of their pools."""
+    """Workers with the same layout are compatible, also if the sizes of their pools differ."""
     unshared = READY._replace(memory=None)
     assert wire_compat("model", spec_of(unshared)) != wire_compat("model", spec_of(unshared))
     assert READY.memory is not None
