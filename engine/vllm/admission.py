@@ -240,6 +240,7 @@ class Admission:
         self.running.remove(sequence)
         self._num_reserved -= self._blocks_of(sequence.num_reserved_tokens)
         name, sequence.name, sequence.num_reserved_tokens, sequence.block_ids = sequence.name, -1, 0, ()
+        sequence.num_skipped_tokens = 0  # it is known: vLLM would get it with the prompt, and not report it
         return name
 
     def _blocks_of(self, num_tokens: int) -> int:

@@ -372,6 +372,23 @@ async def test_received_kv_is_continued_and_what_is_missing_is_computed(
         assert tokens == subject.expected([*PROMPT, first_token], 8)
 
 
+async def test_received_kv_that_is_taken_back_before_its_first_step_loses_no_token(hosts: Hosts) -> None:
+    """vLLM reports the given first token only to who inserted it: later it is a token of the prompt."""
+    subject = hosts.subject(num_blocks=8, output_reservation=16)
+    prompt = PROMPT[:48]
+    expected = subject.expected(prompt, 30)
+    async with subject.running() as engine, asyncio.timeout(SOON_S), contextlib.AsyncExitStack() as others:
+        held = await others.enter_async_context(engine.sequence(spec_of([*PROMPT, *PROMPT[1:81]], 1), Purpose.PREFILL))
+        assert isinstance(await held.next(), Admitted)
+        async with engine.sequence(spec_of(prompt, 30, **TENANT), Purpose.RECEIVE) as target:
+            assert isinstance(await target.next(), Reserved)
+            target.insert(expected[0], 0)
+            assert isinstance(await target.next(), Preempted), "there is no block for its growth"
+            await others.aclose()
+            tokens, _ = await read(target)
+        assert tokens == expected[1:]
+
+
 async def test_kv_of_another_prompt_or_none_changes_the_answer(hosts: Hosts) -> None:
     """The model reads what is in the blocks; else the tests above would show nothing."""
     subject = hosts.subject()
