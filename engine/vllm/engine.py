@@ -296,8 +296,10 @@ class VllmEngine:
             return Pin(-1, ((),))
         pin_id = next(self._pin_ids)
         self._pins[pin_id] = pinned = PinnedBlocks()
+        # As many as it may take, so that no sequence gets them meanwhile; and each one may be shared instead.
         pinned.num_taken = num_needed or min(len(names), max(0, self._admission.num_free))
-        self._admission.pin(pinned.num_taken)  # as many as it may take, so that no sequence gets them meanwhile
+        pinned.num_blocks = pinned.num_taken + len(names)
+        self._admission.pin(pinned.num_taken, pinned.num_blocks)
         cached = [name for name in names if name]
         self._send(PinPrefix(pin_id, cached, pinned.num_taken, *self._names.tokens_of(cached)))
         try:
@@ -315,7 +317,7 @@ class VllmEngine:
             pinned.sequence.num_pins -= 1
             self._release(pinned.sequence)
         else:
-            self._admission.pin(-pinned.num_taken)
+            self._admission.pin(0, -pinned.num_blocks)
             self._send(Unpin(pin.pin_id))
         self._changed.set()
 
@@ -554,8 +556,9 @@ class VllmEngine:
     def _pinned(self, message: Pinned) -> None:
         if (pinned := self._pins.get(message.pin_id)) is None:
             return
-        self._admission.pin(message.num_taken - pinned.num_taken)
-        pinned.block_ids, pinned.num_taken = message.block_ids, message.num_taken
+        num_blocks = max(len(message.block_ids), message.num_taken)
+        self._admission.pin(message.num_taken - pinned.num_taken, num_blocks - pinned.num_blocks)
+        pinned.block_ids, pinned.num_taken, pinned.num_blocks = message.block_ids, message.num_taken, num_blocks
         if pinned.is_unwanted:
             self.unpin(Pin(message.pin_id, ()))
         elif not pinned.is_known.done():

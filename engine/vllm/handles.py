@@ -36,6 +36,8 @@ class PinnedBlocks:
         self.block_ids: list[int] = []
         self.num_taken = 0
         """Blocks that were in use by no sequence; until the host has answered, how many it may take of those."""
+        self.num_blocks = 0
+        """All blocks; until the host has answered, at least as many as it may keep or share."""
         self.is_unwanted = False
         """True if the caller of `pin_prefix` has left before the host answered."""
         self.is_known: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -496,6 +496,29 @@ async def test_a_pin_takes_no_blocks_that_are_reserved(hosts: Hosts) -> None:
         assert engine.load().preemptions == 0
 
 
+@pytest.mark.parametrize("ends_first", [False, True])
+async def test_a_pinned_prefix_of_an_answer_that_ends_is_given_to_no_sequence(hosts: Hosts, ends_first: bool) -> None:
+    """The pin takes no blocks while the answer uses them; when the answer has ended, they are the pin's alone."""
+    subject = hosts.subject(num_blocks=8)
+    async with subject.running() as engine, asyncio.timeout(SOON_S):
+        spec = spec_of(PROMPT, 500)
+        async with engine.sequence(spec, Purpose.GENERATE) as handle:
+            await handle.next()
+            pinning = asyncio.create_task(engine.pin_prefix(spec.block_keys(PROMPT)))
+            await asyncio.sleep(0)
+            if not ends_first:
+                await pinning
+        pin = await pinning
+        assert pin.num_tokens == 96
+        large = [PROMPT[-1], *PROMPT, *PROMPT]
+        answering = asyncio.create_task(subject.answer(spec_of(large, 30)))
+        await until(lambda: engine.load().waiting == 1, SOON_S)
+        assert (engine.load().running, engine.load().preemptions) == (0, 0)
+        engine.unpin(pin)
+        assert (await answering)[0] == subject.expected(large, 30)
+        assert engine.load().preemptions == 0
+
+
 async def test_who_does_not_wait_for_a_pin_leaves_none(hosts: Hosts) -> None:
     subject = hosts.subject(num_blocks=8)
     async with subject.running() as engine, asyncio.timeout(SOON_S):
