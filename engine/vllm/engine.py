@@ -305,7 +305,10 @@ class VllmEngine:
         try:
             await pinned.is_known
         except asyncio.CancelledError:
-            pinned.is_unwanted = True
+            if pinned.is_known.cancelled():
+                pinned.is_unwanted = True
+            else:  # the answer came in the same turn of the event loop
+                self.unpin(Pin(pin_id, ()))
             raise
         return Pin(pin_id, (tuple(pinned.block_ids),), len(pinned.block_ids) * self._spec.block_size)
 

@@ -24,7 +24,7 @@ from engine.core.outputs import Admitted, Generated, KvProgress, Output, Preempt
 from engine.core.sequence import Purpose
 from engine.testing import expected_tokens, modulus
 from engine.vllm.engine import VllmEngine
-from engine.vllm.messages import Allocated, Counts, LayerDone, Stepped
+from engine.vllm.messages import Allocated, Counts, LayerDone, Pinned, Stepped
 from tests.support.builders import registered_adapter, sequence_spec, step_costs
 from tests.support.fake_vllm.hosted import LOG_OF_BEST, REFUSED, SLOWLY_COMPILED, UNCOMPILED, UNDRAWN
 from tests.support.waiting import until
@@ -526,6 +526,25 @@ async def test_who_does_not_wait_for_a_pin_leaves_none(hosts: Hosts) -> None:
         pinning = asyncio.create_task(engine.pin_prefix(spec_of(PROMPT).block_keys(PROMPT)))
         await asyncio.sleep(0)
         pinning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pinning
+        await until(lambda: engine.load().blocks.in_use == 0 and its(subject).is_idle, SOON_S)
+
+
+async def test_who_leaves_just_as_a_pin_is_answered_leaves_none(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = hosts.subject(num_blocks=8)
+    async with subject.running() as engine, asyncio.timeout(SOON_S):
+        await subject.answer(spec_of(PROMPT, 2))
+        pinning = asyncio.create_task(engine.pin_prefix(spec_of(PROMPT).block_keys(PROMPT)))
+        handle = its(subject)._pinned
+
+        def then_leaves(message: Pinned) -> None:
+            handle(message)
+            pinning.cancel()
+
+        monkeypatch.setattr(its(subject), "_pinned", then_leaves)
         with pytest.raises(asyncio.CancelledError):
             await pinning
         await until(lambda: engine.load().blocks.in_use == 0 and its(subject).is_idle, SOON_S)
