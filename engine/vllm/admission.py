@@ -82,6 +82,12 @@ class Hosted:
         return len(self.token_ids) - len(self.spec.token_ids)
 
     @property
+    def scores_prompt(self) -> bool:
+        """True if its prompt is computed here with log probabilities."""
+        is_asked = self.spec.sampling.prompt_logprobs is not None
+        return is_asked and not self.first_token_s and self.purpose is not Purpose.RECEIVE
+
+    @property
     def awaits_step(self) -> bool:
         """True if vLLM has to compute something for it."""
         return self.purpose is Purpose.GENERATE or (self.purpose is Purpose.PREFILL and not self.first_token_s)

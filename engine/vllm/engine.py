@@ -455,6 +455,9 @@ class VllmEngine:
     def _added(self, sequence: Hosted) -> Add:
         spec, stops = sequence.spec, sequence.spec.sampling.stop_token_ids
         eos = () if spec.sampling.ignore_eos else self._eos_token_ids
+        sampling = values_of(spec.sampling)
+        if not sequence.scores_prompt:
+            sampling.pop("prompt_logprobs", None)  # vLLM would compute all of the prompt, and not wait for its KV
         return Add(
             key=sequence.name,
             token_ids=sequence.token_ids,
@@ -463,7 +466,7 @@ class VllmEngine:
             stop_token_ids=list(dict.fromkeys((*stops, *eos))),
             choice_index=spec.choice_index,
             salt=spec.key_seed.hex(),
-            sampling=values_of(spec.sampling),
+            sampling=sampling,
             purpose=sequence.purpose.value,
         )
 

@@ -195,7 +195,8 @@ class HostedVllm:
         time.sleep(SLOWLY_COMPILED in structure.choice)
 
     def add(self, asked: Add) -> None:
-        params_of(asked.sampling)
+        has_scores = asked.purpose != "receive" or params_of(asked.sampling).prompt_logprobs is None
+        assert has_scores, "vLLM computes a prompt that it scores, and does not ask for its KV"
         if REFUSED in asked.token_ids:
             raise ValueError("vLLM refuses this prompt")
         assert asked.key not in self._requests, "a name is used twice"

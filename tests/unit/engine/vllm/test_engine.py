@@ -372,6 +372,21 @@ async def test_received_kv_is_continued_and_what_is_missing_is_computed(
         assert tokens == subject.expected([*PROMPT, first_token], 8)
 
 
+async def test_a_received_prompt_has_no_scores(hosts: Hosts) -> None:
+    """The worker that computes it reports them. Routers send both workers the same parameters."""
+    subject = hosts.subject()
+    sent, received = spec_of(PROMPT, 1, prompt_logprobs=1), spec_of(PROMPT, 9, prompt_logprobs=1, **TENANT)
+    async with (
+        subject.running(),
+        asyncio.timeout(SOON_S),
+        copied(its(subject), sent, received, 4) as target,
+    ):
+        target.insert(None)
+        tokens, outputs = await read(target)
+    assert tokens == subject.expected(PROMPT, 9)
+    assert all(output.report is None for output in outputs)
+
+
 async def test_received_kv_that_is_taken_back_before_its_first_step_loses_no_token(hosts: Hosts) -> None:
     """vLLM reports the given first token only to who inserted it: later it is a token of the prompt."""
     subject = hosts.subject(num_blocks=8, output_reservation=16)
