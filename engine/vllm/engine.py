@@ -384,6 +384,8 @@ class VllmEngine:
                 )
         if spec.sampling.use_beam_search:
             raise Unsupported("use_beam_search is not supported by engine.runner vllm; unset it", "use_beam_search")
+        if spec.sampling.logprob_token_ids:  # vLLM would report other tokens, to other sequences of the step as well
+            raise Unsupported("logprob_token_ids is not supported by engine.runner vllm; unset it", "logprob_token_ids")
         if spec.adapter is not None:
             raise Unsupported("engine.runner vllm holds no adapters")
         if spec.images:
@@ -596,9 +598,8 @@ class VllmEngine:
         elif finish is not None:
             self._by_name.pop(progress.key)
             self._admission.remove(sequence)
-        params = sequence.spec.sampling
         logprobs = progress.logprobs[len(progress.token_ids) - len(tokens) :]
-        scores = scores_of(logprobs, len(params.logprob_token_ids) or params.logprobs or 0)
+        scores = scores_of(logprobs, sequence.spec.sampling.logprobs or 0)
         if tokens or finish is not None:
             self._put(sequence, Generated(sequence.key, tuple(tokens), finish, scores, report))
 

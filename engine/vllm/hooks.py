@@ -209,7 +209,7 @@ class HostedVllm:
         if asked.purpose == Purpose.RECEIVE.value and not asked.num_new_tokens:
             # A mere prefix. vLLM would not look for the last token in its cache, which it computes in any case.
             token_ids = [*token_ids, 0]
-        unscored = replace(params, logprobs=None, logprob_token_ids=(), prompt_logprobs=None)  # vLLM scores the tokens
+        unscored = replace(params, logprobs=None, prompt_logprobs=None)  # vLLM scores the tokens
         drawing = Drawing(asked.key, unscored, asked.choice_index, asked.num_prompt_tokens)
         sampling = SamplingParams(
             temperature=0.0,
@@ -217,7 +217,6 @@ class HostedVllm:
             stop_token_ids=asked.stop_token_ids,
             ignore_eos=True,  # the end-of-sequence tokens are among `stop_token_ids`
             logprobs=params.logprobs,
-            logprob_token_ids=list(params.logprob_token_ids) or None,
             prompt_logprobs=params.prompt_logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,

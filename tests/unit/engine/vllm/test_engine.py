@@ -271,6 +271,7 @@ async def test_what_vllm_is_not_asked_for_is_refused_by_name(hosts: Hosts) -> No
     async with subject.running() as engine:
         refused: dict[str, dict[str, Any]] = {
             "use_beam_search is not supported": {"use_beam_search": True, "n": 2},
+            "logprob_token_ids is not supported": {"logprob_token_ids": (7, 2)},
             "holds no adapters": {"adapter": adapter},
         }
         for message, values in refused.items():
