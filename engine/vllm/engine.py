@@ -352,6 +352,8 @@ class VllmEngine:
         arrived_s = time.monotonic() if arrived_s is None else arrived_s
         if spec.sampling.is_structured:
             await self._prepare(spec)
+            if (lost := self._lost) is not None:  # meanwhile
+                raise lost
         most = min(spec.num_prompt_tokens + spec.max_tokens, self._max_model_len)
         if purpose is not Purpose.GENERATE:
             most = len(spec.token_ids) + 1 if purpose is Purpose.PREFILL or not spec.max_tokens else most
