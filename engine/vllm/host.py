@@ -108,6 +108,8 @@ class Host:
             self._add_prepared()
             if self._hosted.has_work:
                 stepped, failed = self._hosted.step()
+                # A worker that is late must not find vLLM further ahead than reservations allow (`admission.MARGIN`).
+                self._channel.await_read()
                 for each in failed:
                     self._channel.send(each)
                 self._channel.send(stepped)

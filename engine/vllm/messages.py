@@ -8,10 +8,13 @@ Host -> worker: `Ready` or `Failed` once, then a `Stepped` for each step, `Alloc
 
 from __future__ import annotations
 
+import fcntl
 import json
 import select
 import socket
 import struct
+import termios
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple, get_args
@@ -319,6 +322,8 @@ HEAD_BYTES = _LENGTH.size
 
 MAX_DESCRIPTORS = 253
 """Maximum number of descriptors that Linux sends at a time."""
+READ_S = 0.0005
+"""Seconds after which `await_read` looks again."""
 _INT = struct.Struct("i")
 _ROOM = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT.size)
 
@@ -340,6 +345,11 @@ class Channel:
         body = encoded(message)
         sent = socket.send_fds(self._connection, (body,), descriptors) if descriptors else 0
         self._connection.sendall(body[sent:])
+
+    def await_read(self) -> None:
+        """Wait until the other end has read what it was sent, or has gone."""
+        while _INT.unpack(fcntl.ioctl(self._connection, termios.TIOCOUTQ, bytes(_INT.size))) != (0,):
+            time.sleep(READ_S)
 
     def receive(self, timeout_s: float | None = None) -> Iterator[Message]:
         """Yield the messages that are there. If there is none, wait for one.

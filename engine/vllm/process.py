@@ -35,7 +35,12 @@ class HostProcess:
     """A running host. `start` blocks until vLLM has loaded the model, which takes seconds to minutes."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], connection: socket.socket, memory: int, folder: contextlib.ExitStack, ready: Ready
+        self,
+        process: subprocess.Popen[bytes],
+        connection: socket.socket,
+        memory: int,
+        folder: contextlib.ExitStack,
+        ready: Ready,
     ) -> None:
         self.ready = ready
         self.descriptors: list[int] = []

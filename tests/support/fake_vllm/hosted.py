@@ -9,7 +9,6 @@ Some tokens of a prompt have consequences; see the constants.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import math
@@ -17,9 +16,7 @@ import mmap
 import os
 import signal
 import sys
-import termios
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -255,7 +252,6 @@ class HostedVllm:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self) -> tuple[Stepped, list[Failed]]:
-        await_reader()
         began_s = time.perf_counter()
         scheduled = self._scheduled()
         for request, _ in scheduled:
@@ -496,16 +492,6 @@ class HostedVllm:
     def close(self) -> None:
         self._values.release()
         self._map.close()
-
-
-def await_reader() -> None:
-    """Waits until the worker has read what it was sent, so that a slow machine does not leave it many steps behind."""
-    connection, unread = int(sys.argv[1]), array("i", [0])
-    for _ in range(20_000):
-        fcntl.ioctl(connection, termios.TIOCOUTQ, unread)
-        if not unread[0]:
-            return
-        time.sleep(0.0005)
 
 
 def _largest_prime(at_most: int) -> int:

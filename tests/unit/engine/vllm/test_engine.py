@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -167,6 +168,26 @@ class AsGiven(StepFit):
 
     def observe(self, size: StepSize, took_s: float) -> None:
         pass
+
+
+async def test_a_worker_that_is_late_finds_vllm_within_its_reservations(hosts: Hosts) -> None:
+    """Beyond them vLLM would take blocks of others, and preempt when there are none."""
+    subject = hosts.subject(num_blocks=12, output_reservation=16)
+    prompts = [PROMPT[number : 33 + number] for number in range(4)]
+
+    async def be_late() -> None:
+        while True:
+            await asyncio.sleep(0.005)
+            time.sleep(0.05)
+
+    async with subject.running() as engine:
+        being_late = asyncio.create_task(be_late())
+        specs = [spec_of(prompt, 150, f"r{number}") for number, prompt in enumerate(prompts)]
+        answers = await asyncio.gather(*(all_of(its(subject), spec) for spec in specs))
+        being_late.cancel()
+        assert [tokens for tokens, _ in answers] == [subject.expected(prompt, 150) for prompt in prompts]
+        num_preempted = sum(isinstance(output, Preempted) for _, outputs in answers for output in outputs)
+        assert engine.load().preemptions == num_preempted, "vLLM itself preempts none"
 
 
 async def test_steps_are_short_while_an_answer_has_an_objective(hosts: Hosts) -> None:
@@ -547,9 +568,7 @@ async def test_who_does_not_wait_for_a_pin_leaves_none(hosts: Hosts) -> None:
         await until(lambda: engine.load().blocks.in_use == 0 and its(subject).is_idle, SOON_S)
 
 
-async def test_who_leaves_just_as_a_pin_is_answered_leaves_none(
-    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_leaves_just_as_a_pin_is_answered_leaves_none(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = hosts.subject(num_blocks=8)
     async with subject.running() as engine, asyncio.timeout(SOON_S):
         await subject.answer(spec_of(PROMPT, 2))
