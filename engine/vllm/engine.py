@@ -20,11 +20,9 @@ from baton.config import Config, EngineConfig
 from baton.costs import StepFit, StepSize
 from baton.errors import (
     BatonError,
-    ConfigError,
     DeviceLost,
     InvalidRequest,
     LostInStep,
-    ModelLoadError,
     Overloaded,
     TransferRefused,
     Unsupported,
@@ -56,7 +54,7 @@ from engine.core.sequence import Purpose
 from engine.sampling.pipeline import SAMPLER
 from engine.sampling.structure import Structures
 from engine.vllm.admission import Admission, Hosted
-from engine.vllm.arguments import arguments_of, cpu_arguments_of
+from engine.vllm.arguments import arguments_of, cpu_arguments_of, require_device
 from engine.vllm.block_names import BlockNames
 from engine.vllm.caches import opened
 from engine.vllm.handles import PinnedBlocks, VllmSequence, scores_of
@@ -119,7 +117,7 @@ def vllm_engine(config: Config, cache: Path) -> VllmEngine:
     )
     host = HostProcess.start(settings.vllm_python, start, cache, settings.num_threads)
     try:
-        _require_device(model.device, host.ready.device)
+        require_device(model.device, host.ready.device)
         return VllmEngine(host, settings, start.eos_token_ids, Path(model.path))
     except BaseException:
         host.close()
@@ -694,10 +692,3 @@ class VllmEngine:
         """See `ServingEngine.close`."""
         self._opened.close()
         self._host.close()
-
-
-def _require_device(asked: str, gpu: str) -> None:
-    if asked == "cuda" and not gpu:
-        raise ModelLoadError("model.device is cuda, but the vLLM of engine.vllm_python computes on CPUs")
-    if asked == "cpu" and gpu:
-        raise ConfigError("model.device is cpu, but the vLLM of engine.vllm_python computes on GPUs; set it to auto")

@@ -172,20 +172,20 @@ class AsGiven(StepFit):
 
 async def test_a_worker_that_is_late_finds_vllm_within_its_reservations(hosts: Hosts) -> None:
     """Beyond them vLLM would take blocks of others, and preempt when there are none."""
-    subject = hosts.subject(num_blocks=12, output_reservation=16)
+    subject = hosts.subject(num_blocks=8, output_reservation=16)
     prompts = [PROMPT[number : 33 + number] for number in range(4)]
 
     async def be_late() -> None:
         while True:
             await asyncio.sleep(0.005)
-            time.sleep(0.05)
+            asyncio.get_running_loop().call_soon(time.sleep, 0.05)
 
     async with subject.running() as engine:
         being_late = asyncio.create_task(be_late())
-        specs = [spec_of(prompt, 150, f"r{number}") for number, prompt in enumerate(prompts)]
+        specs = [spec_of(prompt, 60, f"r{number}") for number, prompt in enumerate(prompts)]
         answers = await asyncio.gather(*(all_of(its(subject), spec) for spec in specs))
         being_late.cancel()
-        assert [tokens for tokens, _ in answers] == [subject.expected(prompt, 150) for prompt in prompts]
+        assert [tokens for tokens, _ in answers] == [subject.expected(prompt, 60) for prompt in prompts]
         num_preempted = sum(isinstance(output, Preempted) for _, outputs in answers for output in outputs)
         assert engine.load().preemptions == num_preempted, "vLLM itself preempts none"
 
