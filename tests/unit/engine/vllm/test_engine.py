@@ -178,7 +178,7 @@ async def test_a_worker_that_is_late_finds_vllm_within_its_reservations(hosts: H
     async def be_late() -> None:
         while True:
             await asyncio.sleep(0.005)
-            asyncio.get_running_loop().call_soon(time.sleep, 0.05)
+            asyncio.get_running_loop().call_soon(time.sleep, 0.02)
 
     async with subject.running() as engine:
         being_late = asyncio.create_task(be_late())
