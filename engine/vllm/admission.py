@@ -82,6 +82,12 @@ class Hosted:
         return len(self.token_ids) - len(self.spec.token_ids)
 
     @property
+    def scores_prompt(self) -> bool:
+        """True if its prompt is computed here with log probabilities."""
+        is_asked = self.spec.sampling.prompt_logprobs is not None
+        return is_asked and not self.first_token_s and self.purpose is not Purpose.RECEIVE
+
+    @property
     def awaits_step(self) -> bool:
         """True if vLLM must still compute something for it."""
         return self.purpose is Purpose.GENERATE or (self.purpose is Purpose.PREFILL and not self.first_token_s)
@@ -139,6 +145,9 @@ class Admission:
         self._names = itertools.count()
         self._num_reserved = 0
         self._num_pinned = 0
+        """Pinned blocks that no reservation may cover."""
+        self._num_in_pins = 0
+        """Blocks of all pins."""
         self._full_since_s: float | None = None
 
     @property
@@ -146,9 +155,18 @@ class Admission:
         """Blocks that are reserved for no sequence, and not pinned."""
         return self._num_blocks - self._num_reserved - self._num_pinned
 
-    def pin(self, num_blocks: int) -> None:
-        """Count cached blocks that are pinned, or with a negative number unpinned."""
-        self._num_pinned += num_blocks
+    def pin(self, num_taken: int, num_blocks: int) -> None:
+        """Count the blocks of a pin, or with negative numbers give them back.
+
+        Sequences may share pinned blocks, and then reservations cover them. Which ones is not known, so as many blocks
+        as a sequence gives back count as pinned from then on, up to all of all pins.
+
+        Args:
+            num_taken: blocks of the pin that nothing else uses.
+            num_blocks: all blocks of the pin.
+        """
+        self._num_in_pins += num_blocks
+        self._num_pinned = min(self._num_pinned + num_taken, self._num_in_pins)
 
     def longest(self, max_model_len: int) -> int:
         """Return the longest sequence that fits into the pool, at most `max_model_len` tokens."""
@@ -238,8 +256,11 @@ class Admission:
 
     def _take_back(self, sequence: Hosted) -> int:
         self.running.remove(sequence)
-        self._num_reserved -= self._blocks_of(sequence.num_reserved_tokens)
+        num_blocks = self._blocks_of(sequence.num_reserved_tokens)
+        self._num_reserved -= num_blocks
+        self._num_pinned = min(self._num_pinned + num_blocks, self._num_in_pins)
         name, sequence.name, sequence.num_reserved_tokens, sequence.block_ids = sequence.name, -1, 0, ()
+        sequence.num_skipped_tokens = 0  # it is known: vLLM would get it with the prompt, and not report it
         return name
 
     def _blocks_of(self, num_tokens: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.config import EngineConfig, ModelConfig
-from baton.errors import ConfigError
+from baton.errors import ConfigError, ModelLoadError
 from baton.memory import GIB, VLLM_PROCESS_BYTES, Room, bytes_of_vllm
 
 QUANTIZED = {"exact": None, "fp8": "fp8"}
@@ -78,6 +78,22 @@ def cpu_arguments_of(model: ModelConfig, engine: EngineConfig, free_bytes: int) 
         "kv_cache_memory_bytes": int(pool_gib * GIB),
         **_batch(engine, on_gpu=False),
     }
+
+
+def require_device(asked: str, gpu: str) -> None:
+    """Require that vLLM computes where it should.
+
+    Args:
+        asked: `model.device`.
+        gpu: name of vLLM's GPU; empty: it computes on CPUs.
+
+    Raises:
+        ModelLoadError, ConfigError: it does not; the message says how.
+    """
+    if asked == "cuda" and not gpu:
+        raise ModelLoadError("model.device is cuda, but the vLLM of engine.vllm_python computes on CPUs")
+    if asked == "cpu" and gpu:
+        raise ConfigError("model.device is cpu, but the vLLM of engine.vllm_python computes on GPUs; set it to auto")
 
 
 def _batch(engine: EngineConfig, *, on_gpu: bool) -> dict[str, int]:

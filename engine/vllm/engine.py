@@ -20,11 +20,9 @@ from baton.config import Config, EngineConfig
 from baton.costs import StepFit, StepSize
 from baton.errors import (
     BatonError,
-    ConfigError,
     DeviceLost,
     InvalidRequest,
     LostInStep,
-    ModelLoadError,
     Overloaded,
     TransferRefused,
     Unsupported,
@@ -56,7 +54,7 @@ from engine.core.sequence import Purpose
 from engine.sampling.pipeline import SAMPLER
 from engine.sampling.structure import Structures
 from engine.vllm.admission import Admission, Hosted
-from engine.vllm.arguments import arguments_of, cpu_arguments_of
+from engine.vllm.arguments import arguments_of, cpu_arguments_of, require_device
 from engine.vllm.block_names import BlockNames
 from engine.vllm.caches import opened
 from engine.vllm.handles import PinnedBlocks, VllmSequence, scores_of
@@ -119,7 +117,7 @@ def vllm_engine(config: Config, cache: Path) -> VllmEngine:
     )
     host = HostProcess.start(settings.vllm_python, start, cache, settings.num_threads)
     try:
-        _require_device(model.device, host.ready.device)
+        require_device(model.device, host.ready.device)
         return VllmEngine(host, settings, start.eos_token_ids, Path(model.path))
     except BaseException:
         host.close()
@@ -294,14 +292,19 @@ class VllmEngine:
             return Pin(-1, ((),))
         pin_id = next(self._pin_ids)
         self._pins[pin_id] = pinned = PinnedBlocks()
+        # As many as it may take, so that no sequence gets them meanwhile; and each one may be shared instead.
         pinned.num_taken = num_needed or min(len(names), max(0, self._admission.num_free))
-        self._admission.pin(pinned.num_taken)  # the maximum until the host answers, so that no sequence gets them
+        pinned.num_blocks = pinned.num_taken + len(names)
+        self._admission.pin(pinned.num_taken, pinned.num_blocks)
         cached = [name for name in names if name]
         self._send(PinPrefix(pin_id, cached, pinned.num_taken, *self._names.tokens_of(cached)))
         try:
             await pinned.is_known
         except asyncio.CancelledError:
-            pinned.is_unwanted = True
+            if pinned.is_known.cancelled():
+                pinned.is_unwanted = True
+            else:  # the answer came in the same turn of the event loop
+                self.unpin(Pin(pin_id, ()))
             raise
         return Pin(pin_id, (tuple(pinned.block_ids),), len(pinned.block_ids) * self._spec.block_size)
 
@@ -313,7 +316,7 @@ class VllmEngine:
             pinned.sequence.num_pins -= 1
             self._release(pinned.sequence)
         else:
-            self._admission.pin(-pinned.num_taken)
+            self._admission.pin(0, -pinned.num_blocks)
             self._send(Unpin(pin.pin_id))
         self._changed.set()
 
@@ -345,6 +348,8 @@ class VllmEngine:
         arrived_s = time.monotonic() if arrived_s is None else arrived_s
         if spec.sampling.is_structured:
             await self._prepare(spec)
+            if (lost := self._lost) is not None:  # meanwhile
+                raise lost
         most = min(spec.num_prompt_tokens + spec.max_tokens, self._max_model_len)
         if purpose is not Purpose.GENERATE:
             most = len(spec.token_ids) + 1 if purpose is Purpose.PREFILL or not spec.max_tokens else most
@@ -377,6 +382,8 @@ class VllmEngine:
                 )
         if spec.sampling.use_beam_search:
             raise Unsupported("use_beam_search is not supported by engine.runner vllm; unset it", "use_beam_search")
+        if spec.sampling.logprob_token_ids:  # vLLM would report other tokens, to other sequences of the step as well
+            raise Unsupported("logprob_token_ids is not supported by engine.runner vllm; unset it", "logprob_token_ids")
         if spec.adapter is not None:
             raise Unsupported("engine.runner vllm holds no adapters")
         if spec.images:
@@ -448,6 +455,9 @@ class VllmEngine:
     def _added(self, sequence: Hosted) -> Add:
         spec, stops = sequence.spec, sequence.spec.sampling.stop_token_ids
         eos = () if spec.sampling.ignore_eos else self._eos_token_ids
+        sampling = values_of(spec.sampling)
+        if not sequence.scores_prompt:
+            sampling.pop("prompt_logprobs", None)  # vLLM would compute all of the prompt, and not wait for its KV
         return Add(
             key=sequence.name,
             token_ids=sequence.token_ids,
@@ -456,7 +466,7 @@ class VllmEngine:
             stop_token_ids=list(dict.fromkeys((*stops, *eos))),
             choice_index=spec.choice_index,
             salt=spec.key_seed.hex(),
-            sampling=values_of(spec.sampling),
+            sampling=sampling,
             purpose=sequence.purpose.value,
         )
 
@@ -552,8 +562,9 @@ class VllmEngine:
     def _pinned(self, message: Pinned) -> None:
         if (pinned := self._pins.get(message.pin_id)) is None:
             return
-        self._admission.pin(message.num_taken - pinned.num_taken)
-        pinned.block_ids, pinned.num_taken = message.block_ids, message.num_taken
+        num_blocks = max(len(message.block_ids), message.num_taken)
+        self._admission.pin(message.num_taken - pinned.num_taken, num_blocks - pinned.num_blocks)
+        pinned.block_ids, pinned.num_taken, pinned.num_blocks = message.block_ids, message.num_taken, num_blocks
         if pinned.is_unwanted:
             self.unpin(Pin(message.pin_id, ()))
         elif not pinned.is_known.done():
@@ -585,9 +596,8 @@ class VllmEngine:
         elif finish is not None:
             self._by_name.pop(progress.key)
             self._admission.remove(sequence)
-        params = sequence.spec.sampling
         logprobs = progress.logprobs[len(progress.token_ids) - len(tokens) :]
-        scores = scores_of(logprobs, len(params.logprob_token_ids) or params.logprobs or 0)
+        scores = scores_of(logprobs, sequence.spec.sampling.logprobs or 0)
         if tokens or finish is not None:
             self._put(sequence, Generated(sequence.key, tuple(tokens), finish, scores, report))
 
@@ -680,10 +690,3 @@ class VllmEngine:
         """See `ServingEngine.close`."""
         self._opened.close()
         self._host.close()
-
-
-def _require_device(asked: str, gpu: str) -> None:
-    if asked == "cuda" and not gpu:
-        raise ModelLoadError("model.device is cuda, but the vLLM of engine.vllm_python computes on CPUs")
-    if asked == "cpu" and gpu:
-        raise ConfigError("model.device is cpu, but the vLLM of engine.vllm_python computes on GPUs; set it to auto")

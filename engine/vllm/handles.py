@@ -36,6 +36,8 @@ class PinnedBlocks:
         self.block_ids: list[int] = []
         self.num_taken = 0
         """Number of pinned blocks that no sequence used before; their maximum until the host has answered."""
+        self.num_blocks = 0
+        """Number of pinned blocks; a number that it cannot exceed until the host has answered."""
         self.is_unwanted = False
         """True if `pin_prefix` was cancelled before the host answered."""
         self.is_known: asyncio.Future[None] = asyncio.get_running_loop().create_future()

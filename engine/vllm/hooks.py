@@ -16,10 +16,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from io import FileIO
 from typing import Any
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -63,7 +63,6 @@ from engine.vllm.versions import require_supported
 logger = logging.getLogger(__name__)
 FIRST_PIN = -2
 """Key of the request that keeps the prefix of pin 0. Pin n has the key `FIRST_PIN - n`."""
-_NO_FAILURE = BlockingIOError, FileNotFoundError
 
 
 class HostedVllm:
@@ -71,7 +70,7 @@ class HostedVllm:
 
     Args:
         start: arguments and settings of the engine.
-        failures: socket on which the sampler reports sequences that it cannot draw.
+        failures: file in which the sampler reports sequences that it cannot draw; see `messages.FAILURES`.
         memory: descriptor of empty memory, into which the KV cache is put if it is shared on CPUs.
         send: takes messages to the worker, also within a step.
 
@@ -80,7 +79,7 @@ class HostedVllm:
         Exception: of any kind, from vLLM.
     """
 
-    def __init__(self, start: Start, failures: socket.socket, memory: int, send: Callable[[Message], None]) -> None:
+    def __init__(self, start: Start, failures: FileIO, memory: int, send: Callable[[Message], None]) -> None:
         require_supported(version)
         arguments = dict(start.arguments)
         if current_platform.is_cpu():
@@ -211,7 +210,7 @@ class HostedVllm:
         if asked.purpose == Purpose.RECEIVE.value and not asked.num_new_tokens:
             # A prefix without output. vLLM always computes the last token; with one more it looks for the whole prefix.
             token_ids = [*token_ids, 0]
-        unscored = replace(params, logprobs=None, logprob_token_ids=(), prompt_logprobs=None)  # vLLM scores tokens
+        unscored = replace(params, logprobs=None, prompt_logprobs=None)  # vLLM scores the tokens
         drawing = Drawing(asked.key, unscored, asked.choice_index, asked.num_prompt_tokens)
         sampling = SamplingParams(
             temperature=0.0,
@@ -219,7 +218,6 @@ class HostedVllm:
             stop_token_ids=asked.stop_token_ids,
             ignore_eos=True,  # the end-of-sequence tokens are among `stop_token_ids`
             logprobs=params.logprobs,
-            logprob_token_ids=list(params.logprob_token_ids) or None,
             prompt_logprobs=params.prompt_logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -347,7 +345,7 @@ class HostedVllm:
         for answer in self._pinned_in_step:
             self._send(answer)
         self._pinned_in_step = []
-        failed = list(self._failed())
+        failed = self._failed()
         progress = []
         for output in outputs:
             key = int(output.request_id)
@@ -400,9 +398,10 @@ class HostedVllm:
 
     def _failed(self) -> list[Failed]:
         failed = []
-        with contextlib.suppress(*_NO_FAILURE):
-            while True:
-                key, reason = json.loads(self._failures.recv(1 << 16))
+        if lines := (self._failures.read() or b"").splitlines():
+            self._failures.seek(0)
+            self._failures.truncate()
+            for key, reason in map(json.loads, lines):
                 self.abort(key)
                 failed.append(Failed(key, reason))
         return failed
@@ -422,7 +421,11 @@ class HostedVllm:
             else:
                 num_pairs += num_tokens * (2 * end - num_tokens) // 2
         self._size = (num_new, num_pairs, num_decoding, num_context)
-        self._num_preempted += len(output.preempted_req_ids or ())
+        preempted = output.preempted_req_ids or set()
+        self._num_preempted += len(preempted)
+        if self._connector is not None and not self._connector.prefilled.keys().isdisjoint(preempted):
+            # Reservations exclude it. Its blocks are now others', and a worker that copies them would send their KV.
+            raise RuntimeError("vLLM has preempted a prompt whose KV is being sent")
         return output
 
     def _is_cached(self, name: bytes) -> bool:

@@ -13,11 +13,13 @@ import socket
 import sys
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError
 from engine.vllm.messages import (
+    FAILURES,
     Abort,
     Add,
     Adopt,
@@ -50,17 +52,17 @@ def main() -> None:
     """Run until the worker closes the connection."""
     connection, memory, folder = sys.argv[1:]
     channel = Channel(socket.socket(fileno=int(connection)))
-    failures = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    failures.setblocking(False)
-    failures.bind(str(Path(folder) / "failures"))
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    with (
+        (Path(folder) / FAILURES).open("w+b", buffering=0) as failures,
+        contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
+    ):
         _run(channel, failures, int(memory))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without waiting for vLLM's threads and processes, which end with this one
 
 
-def _run(channel: Channel, failures: socket.socket, memory: int) -> None:
+def _run(channel: Channel, failures: FileIO, memory: int) -> None:
     start = next(channel.receive())
     assert isinstance(start, Start), start
     try:
@@ -108,6 +110,8 @@ class Host:
             self._add_prepared()
             if self._hosted.has_work:
                 stepped, failed = self._hosted.step()
+                # A worker that is late must not find vLLM further ahead than reservations allow (`admission.MARGIN`).
+                self._channel.await_read()
                 for each in failed:
                     self._channel.send(each)
                 self._channel.send(stepped)

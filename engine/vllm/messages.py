@@ -8,10 +8,13 @@ Host -> worker: `Ready` or `Failed` once, then a `Stepped` for each step, with `
 
 from __future__ import annotations
 
+import fcntl
 import json
 import select
 import socket
 import struct
+import termios
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple, get_args
@@ -317,8 +320,14 @@ def length_of(head: bytes) -> int:
 HEAD_BYTES = _LENGTH.size
 
 
+FAILURES = "failures"
+"""File in the host's folder. In each step the sampler appends the sequences for which it has no token, as JSON lines of
+key and reason; the host reads them after the step. A file has room for any number, and the sampler may run in the
+host's own thread, which must not wait for itself."""
 MAX_DESCRIPTORS = 253
 """Maximum number of descriptors that Linux sends in one message."""
+READ_S = 0.0005
+"""Seconds after which `await_read` checks again."""
 _INT = struct.Struct("i")
 _ROOM = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT.size)
 
@@ -340,6 +349,11 @@ class Channel:
         body = encoded(message)
         sent = socket.send_fds(self._connection, (body,), descriptors) if descriptors else 0
         self._connection.sendall(body[sent:])
+
+    def await_read(self) -> None:
+        """Wait until the other end has read what it was sent, or has gone."""
+        while _INT.unpack(fcntl.ioctl(self._connection, termios.TIOCOUTQ, bytes(_INT.size))) != (0,):
+            time.sleep(READ_S)
 
     def receive(self, timeout_s: float | None = None) -> Iterator[Message]:
         """Yield the messages that have arrived. If there is none, wait for one.

@@ -7,11 +7,9 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -20,8 +18,20 @@ import engine
 from baton import parent
 from baton.config import child_environment
 from baton.errors import ModelLoadError
+from baton.own_folder import own_folder
 from engine.vllm.arguments import ENVIRONMENT, PREFERRED
-from engine.vllm.messages import HEAD_BYTES, Channel, Failed, Message, Ready, Start, decoded, encoded, length_of
+from engine.vllm.messages import (
+    FAILURES,
+    HEAD_BYTES,
+    Channel,
+    Failed,
+    Message,
+    Ready,
+    Start,
+    decoded,
+    encoded,
+    length_of,
+)
 
 logger = logging.getLogger(__name__)
 END_S = 5.0
@@ -36,7 +46,12 @@ class HostProcess:
     """A running host. `start` blocks until vLLM has loaded the model, which takes seconds to minutes."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], connection: socket.socket, memory: int, folder: Path, ready: Ready
+        self,
+        process: subprocess.Popen[bytes],
+        connection: socket.socket,
+        memory: int,
+        folder: contextlib.ExitStack,
+        ready: Ready,
     ) -> None:
         self.ready = ready
         self.descriptors: list[int] = []
@@ -65,7 +80,8 @@ class HostProcess:
         Raises:
             ModelLoadError: vLLM could not be started; the message says why.
         """
-        folder = Path(tempfile.mkdtemp(prefix="baton-vllm-"))
+        stack = contextlib.ExitStack()
+        folder = stack.enter_context(own_folder())  # one that a killed worker has left is removed when the next starts
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
         memory = os.memfd_create("baton-vllm-kv")
@@ -82,10 +98,10 @@ class HostProcess:
             if process is not None:
                 process.kill()
                 process.wait()
-            shutil.rmtree(folder, ignore_errors=True)
+            stack.close()
             raise
         ours.setblocking(False)
-        host = HostProcess(process, ours, memory, folder, ready)
+        host = HostProcess(process, ours, memory, stack, ready)
         host.descriptors = channel.descriptors
         return host
 
@@ -126,7 +142,7 @@ class HostProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
 
 def _environment(folder: Path, start: Start, cache: Path, num_threads: int) -> dict[str, str]:
@@ -138,7 +154,7 @@ def _environment(folder: Path, start: Start, cache: Path, num_threads: int) -> d
     links.mkdir()
     for package in (baton, engine):
         (links / package.__name__).symlink_to(Path(package.__file__ or "").parent)
-    sampler = (start.arguments["model"], start.eos_token_ids, str(folder / "failures"))
+    sampler = (start.arguments["model"], start.eos_token_ids, str(folder / FAILURES))
     inherited: Mapping[str, str] = child_environment(os.environ)
     return {
         **PREFERRED,

@@ -11,12 +11,10 @@ sequence without other parameters.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import multiprocessing
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +41,7 @@ class SamplerSettings(NamedTuple):
     folder: str
     eos_token_ids: list[int]
     failures: str
-    """Path of the host's socket, to which the sampler sends the sequences for which it cannot draw a token."""
+    """Path of `messages.FAILURES`: sequences for which the sampler cannot draw a token."""
 
 
 class Drawing(NamedTuple):
@@ -163,6 +161,5 @@ class BatonSampler(LogitsProcessor):
         """Report the sequences without a token to the host, which ends them."""
         if not failures or get_tensor_model_parallel_rank():
             return
-        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as sender:
-            for failure in failures.items():
-                sender.sendto(json.dumps(failure).encode(), self._failures)
+        with Path(self._failures).open("a") as file:
+            file.write("".join(f"{json.dumps(failure)}\n" for failure in failures.items()))

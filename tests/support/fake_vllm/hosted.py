@@ -9,7 +9,6 @@ Some tokens of a prompt cause failures; see the constants.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import math
@@ -17,9 +16,7 @@ import mmap
 import os
 import signal
 import sys
-import termios
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -195,7 +192,8 @@ class HostedVllm:
         time.sleep(SLOWLY_COMPILED in structure.choice)
 
     def add(self, asked: Add) -> None:
-        params_of(asked.sampling)
+        has_scores = asked.purpose != "receive" or params_of(asked.sampling).prompt_logprobs is None
+        assert has_scores, "vLLM computes a prompt that it scores, and does not ask for its KV"
         if REFUSED in asked.token_ids:
             raise ValueError("vLLM refuses this prompt")
         assert asked.key not in self._requests, "a name is used twice"
@@ -254,7 +252,6 @@ class HostedVllm:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self) -> tuple[Stepped, list[Failed]]:
-        await_reader()
         began_s = time.perf_counter()
         scheduled = self._scheduled()
         for request, _ in scheduled:
@@ -495,16 +492,6 @@ class HostedVllm:
     def close(self) -> None:
         self._values.release()
         self._map.close()
-
-
-def await_reader() -> None:
-    """Waits until the worker has read what it was sent, so that a slow machine does not leave it many steps behind."""
-    connection, unread = int(sys.argv[1]), array("i", [0])
-    for _ in range(20_000):
-        fcntl.ioctl(connection, termios.TIOCOUTQ, unread)
-        if not unread[0]:
-            return
-        time.sleep(0.0005)
 
 
 def _largest_prime(at_most: int) -> int:

@@ -60,7 +60,7 @@ def test_an_environment_as_it_should_be_is_shown_with_its_versions(interpreter: 
         ({"version": ""}, "has no vLLM", "install vllm 0.33 in its environment ("),
         ({"version": "0.31.2"}, "vLLM 0.31.2 is not supported", "install 0.32.* or 0.33.* ("),
         ({"script": "echo no such option >&2; exit 3"}, "it ended with status 3 (no such option)", vllm.FIX),
-        ({"script": "case \"$*\" in *PackageNotFound*) echo 0.33.0;; *) exit 1;; esac"}, "its other packages", vllm.FIX),
+        ({"script": "case \"$*\" in *PackageNotFound*) echo 0.33.0;; *) exit 1;; esac"}, "other packages", vllm.FIX),
         ({"python": [3, 10, 14]}, "is Python 3.10.14; vLLM's process imports modules of Baton", vllm.FIX),
         ({"missing": ["llguidance"]}, "lacks llguidance, which Baton's sampler needs", "-m pip install llguidance"),
     ],

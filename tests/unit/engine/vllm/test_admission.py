@@ -216,7 +216,7 @@ def test_a_reservation_grows_less_where_there_is_little_room() -> None:
     assert advance(admission).left == []
     assert sequence.num_reserved_tokens == sequence.num_tokens + 64 == 129
     generates(sequence, 49)
-    admission.pin(-2)  # eleven blocks
+    admission.pin(-2, -2)  # eleven blocks
     advance(admission)
     assert sequence.num_reserved_tokens == 114 + 2 * MARGIN == 146
 
@@ -422,12 +422,12 @@ def test_never_is_more_reserved_than_there_is_and_all_of_it_comes_back(data: st.
                 leaves(data.draw(st.sampled_from(known)))
             case "pin" if admission.num_free > 0:
                 pins.append(data.draw(st.integers(1, admission.num_free)))
-                admission.pin(pins[-1])
+                admission.pin(pins[-1], pins[-1])
             case "unpin" if pins:
-                admission.pin(-pins.pop())
+                admission.pin(0, -pins.pop())
         moves_on()
     while pins:
-        admission.pin(-pins.pop())
+        admission.pin(0, -pins.pop())
     for _ in range(20 + 10 * len(known)):
         for sequence in list(admission.running):
             if sequence.is_held or sequence.num_tokens >= sequence.most_tokens:
@@ -439,13 +439,31 @@ def test_never_is_more_reserved_than_there_is_and_all_of_it_comes_back(data: st.
     assert admission.num_free == num_blocks
 
 
+def test_pinned_blocks_stay_counted_when_a_sequence_that_shares_them_ends() -> None:
+    """Which sequence shares them is not known, so any that ends may have been the last one."""
+    admission = an_admission(num_blocks=12)
+    sharing, other = a_sequence(80, 96), a_sequence(16, 32)
+    admitted(admission, sharing, other)
+    admission.pin(1, 5)
+    admission.pin(0, 2)
+    assert admission.num_free == 12 - 6 - 2 - 1
+    admission.remove(other)
+    assert admission.num_free == 12 - 6 - 3
+    admission.remove(sharing)
+    assert admission.num_free == 12 - 7, "all pinned blocks count"
+    admission.pin(0, -5)
+    assert admission.num_free == 12 - 2
+    admission.pin(0, -2)
+    assert admission.num_free == 12
+
+
 def test_it_notices_accounts_that_do_not_agree() -> None:
     admission = an_admission()
     admitted(admission, sequence := a_sequence())
-    admission.pin(65)
+    admission.pin(65, 65)
     with pytest.raises(AssertionError, match="4 blocks too many are reserved"):
         admission.check()
-    admission.pin(-65)
+    admission.pin(0, -65)
     sequence.num_reserved_tokens += 16
     with pytest.raises(AssertionError, match="3 blocks of 4 are reserved"):
         admission.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -24,7 +25,7 @@ from engine.core.outputs import Admitted, Generated, KvProgress, Output, Preempt
 from engine.core.sequence import Purpose
 from engine.testing import expected_tokens, modulus
 from engine.vllm.engine import VllmEngine
-from engine.vllm.messages import Allocated, Counts, LayerDone, Stepped
+from engine.vllm.messages import Allocated, Counts, LayerDone, Pinned, Stepped
 from tests.support.builders import registered_adapter, sequence_spec, step_costs
 from tests.support.fake_vllm.hosted import LOG_OF_BEST, REFUSED, SLOWLY_COMPILED, UNCOMPILED, UNDRAWN
 from tests.support.waiting import until
@@ -169,6 +170,26 @@ class AsGiven(StepFit):
         pass
 
 
+async def test_a_worker_that_is_late_finds_vllm_within_its_reservations(hosts: Hosts) -> None:
+    """Beyond them vLLM would take blocks of others, and preempt when there are none."""
+    subject = hosts.subject(num_blocks=8, output_reservation=16)
+    prompts = [PROMPT[number : 33 + number] for number in range(4)]
+
+    async def be_late() -> None:
+        while True:
+            await asyncio.sleep(0.005)
+            asyncio.get_running_loop().call_soon(time.sleep, 0.02)
+
+    async with subject.running() as engine:
+        being_late = asyncio.create_task(be_late())
+        specs = [spec_of(prompt, 60, f"r{number}") for number, prompt in enumerate(prompts)]
+        answers = await asyncio.gather(*(all_of(its(subject), spec) for spec in specs))
+        being_late.cancel()
+        assert [tokens for tokens, _ in answers] == [subject.expected(prompt, 60) for prompt in prompts]
+        num_preempted = sum(isinstance(output, Preempted) for _, outputs in answers for output in outputs)
+        assert engine.load().preemptions == num_preempted, "vLLM itself preempts none"
+
+
 async def test_steps_are_short_while_an_answer_has_an_objective(hosts: Hosts) -> None:
     """A prompt gets an eighth of a step and its own place at a time then, and whole steps without one.
 
@@ -271,6 +292,7 @@ async def test_what_vllm_is_not_asked_for_is_refused_by_name(hosts: Hosts) -> No
     async with subject.running() as engine:
         refused: dict[str, dict[str, Any]] = {
             "use_beam_search is not supported": {"use_beam_search": True, "n": 2},
+            "logprob_token_ids is not supported": {"logprob_token_ids": (7, 2)},
             "holds no adapters": {"adapter": adapter},
         }
         for message, values in refused.items():
@@ -370,6 +392,38 @@ async def test_received_kv_is_continued_and_what_is_missing_is_computed(
         assert tokens == subject.expected(PROMPT, 9)
     else:
         assert tokens == subject.expected([*PROMPT, first_token], 8)
+
+
+async def test_a_received_prompt_has_no_scores(hosts: Hosts) -> None:
+    """The worker that computes it reports them. Routers send both workers the same parameters."""
+    subject = hosts.subject()
+    sent, received = spec_of(PROMPT, 1, prompt_logprobs=1), spec_of(PROMPT, 9, prompt_logprobs=1, **TENANT)
+    async with (
+        subject.running(),
+        asyncio.timeout(SOON_S),
+        copied(its(subject), sent, received, 4) as target,
+    ):
+        target.insert(None)
+        tokens, outputs = await read(target)
+    assert tokens == subject.expected(PROMPT, 9)
+    assert all(output.report is None for output in outputs)
+
+
+async def test_received_kv_that_is_taken_back_before_its_first_step_loses_no_token(hosts: Hosts) -> None:
+    """vLLM reports the given first token only to who inserted it: later it is a token of the prompt."""
+    subject = hosts.subject(num_blocks=8, output_reservation=16)
+    prompt = PROMPT[:48]
+    expected = subject.expected(prompt, 30)
+    async with subject.running() as engine, asyncio.timeout(SOON_S), contextlib.AsyncExitStack() as others:
+        held = await others.enter_async_context(engine.sequence(spec_of([*PROMPT, *PROMPT[1:81]], 1), Purpose.PREFILL))
+        assert isinstance(await held.next(), Admitted)
+        async with engine.sequence(spec_of(prompt, 30, **TENANT), Purpose.RECEIVE) as target:
+            assert isinstance(await target.next(), Reserved)
+            target.insert(expected[0], 0)
+            assert isinstance(await target.next(), Preempted), "there is no block for its growth"
+            await others.aclose()
+            tokens, _ = await read(target)
+        assert tokens == expected[1:]
 
 
 async def test_kv_of_another_prompt_or_none_changes_the_answer(hosts: Hosts) -> None:
@@ -479,6 +533,29 @@ async def test_a_pin_takes_no_blocks_that_are_reserved(hosts: Hosts) -> None:
         assert engine.load().preemptions == 0
 
 
+@pytest.mark.parametrize("ends_first", [False, True])
+async def test_a_pinned_prefix_of_an_answer_that_ends_is_given_to_no_sequence(hosts: Hosts, ends_first: bool) -> None:
+    """The pin takes no blocks while the answer uses them; when the answer has ended, they are the pin's alone."""
+    subject = hosts.subject(num_blocks=8)
+    async with subject.running() as engine, asyncio.timeout(SOON_S):
+        spec = spec_of(PROMPT, 500)
+        async with engine.sequence(spec, Purpose.GENERATE) as handle:
+            await handle.next()
+            pinning = asyncio.create_task(engine.pin_prefix(spec.block_keys(PROMPT)))
+            await asyncio.sleep(0)
+            if not ends_first:
+                await pinning
+        pin = await pinning
+        assert pin.num_tokens == 96
+        large = [PROMPT[-1], *PROMPT, *PROMPT]
+        answering = asyncio.create_task(subject.answer(spec_of(large, 30)))
+        await until(lambda: engine.load().waiting == 1, SOON_S)
+        assert (engine.load().running, engine.load().preemptions) == (0, 0)
+        engine.unpin(pin)
+        assert (await answering)[0] == subject.expected(large, 30)
+        assert engine.load().preemptions == 0
+
+
 async def test_who_does_not_wait_for_a_pin_leaves_none(hosts: Hosts) -> None:
     subject = hosts.subject(num_blocks=8)
     async with subject.running() as engine, asyncio.timeout(SOON_S):
@@ -486,6 +563,23 @@ async def test_who_does_not_wait_for_a_pin_leaves_none(hosts: Hosts) -> None:
         pinning = asyncio.create_task(engine.pin_prefix(spec_of(PROMPT).block_keys(PROMPT)))
         await asyncio.sleep(0)
         pinning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pinning
+        await until(lambda: engine.load().blocks.in_use == 0 and its(subject).is_idle, SOON_S)
+
+
+async def test_who_leaves_just_as_a_pin_is_answered_leaves_none(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = hosts.subject(num_blocks=8)
+    async with subject.running() as engine, asyncio.timeout(SOON_S):
+        await subject.answer(spec_of(PROMPT, 2))
+        pinning = asyncio.create_task(engine.pin_prefix(spec_of(PROMPT).block_keys(PROMPT)))
+        handle = its(subject)._pinned
+
+        def then_leaves(message: Pinned) -> None:
+            handle(message)
+            pinning.cancel()
+
+        monkeypatch.setattr(its(subject), "_pinned", then_leaves)
         with pytest.raises(asyncio.CancelledError):
             await pinning
         await until(lambda: engine.load().blocks.in_use == 0 and its(subject).is_idle, SOON_S)

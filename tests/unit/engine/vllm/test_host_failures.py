@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from baton.errors import BatonError, DeviceLost, LostInStep
+from baton.structure import StructuredOutputs
 from engine.core.sequence import Purpose
 from engine.vllm import process
 from tests.support.fake_vllm.hosted import DEADLY, FATAL, HANGING
@@ -128,6 +130,21 @@ async def test_a_host_that_hangs_while_it_holds_received_blocks_is_noticed_once_
         handle.insert(None)
         with pytest.raises(LostInStep):
             await asyncio.wait_for(handle.next(), SOON_S)
+
+
+async def test_a_host_that_dies_while_a_structure_is_compiled_ends_who_waits_for_it(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject, is_compiled = hosts.subject(), threading.Event()
+    monkeypatch.setattr(its(subject)._structures, "prepare", lambda sampling: is_compiled.wait(SOON_S))
+    structure = StructuredOutputs(choice=("a",))
+    async with losing(subject, "its process has ended with status -9"):
+        waiting = asyncio.create_task(error_of(subject, PROMPT, structured_outputs=structure, ignore_eos=False))
+        await asyncio.sleep(0)
+        host_of(its(subject)).send_signal(signal.SIGKILL)
+        await until(lambda: its(subject)._lost is not None, SOON_S)
+        is_compiled.set()
+        assert type(await waiting) is DeviceLost
 
 
 async def test_a_host_that_answers_is_not_lost(hosts: Hosts) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -115,7 +116,7 @@ def test_the_host_inherits_the_connection_and_the_memory_alone(tmp_path: Path) -
     assert str(tmp_path / "another file") not in files
     assert report["descriptors"]["0"] == "/dev/null"
     assert len(memory) + len([link for link in files if "memfd:baton-vllm-kv" in link and link[0] == "/"]) == 1
-    assert len([link for link in files if link.startswith("socket:")]) == 2, "the connection, and that of failures"
+    assert len([link for link in files if link.startswith("socket:")]) == 1, "the connection"
     host.close()
 
 
@@ -254,7 +255,8 @@ def test_a_host_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.
         check()
 
 
-def test_a_host_ends_with_its_worker_even_if_it_hangs(tmp_path: Path) -> None:
+def test_a_host_ends_with_its_worker_even_if_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its folder ends when the next host starts."""
     python = fake_vllm(tmp_path)
     code = f"""
         import os, signal, time
@@ -277,6 +279,10 @@ def test_a_host_ends_with_its_worker_even_if_it_hangs(tmp_path: Path) -> None:
         host = psutil.Process(pid)
         worker.kill()
         wait_until(lambda: not host.is_running() or host.status() == psutil.STATUS_ZOMBIE, 30.0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert len(list(tmp_path.glob("baton-*"))) == 1
+    started(tmp_path / "next").close()
+    assert list(tmp_path.glob("baton-*")) == []
 
 
 def test_the_process_that_is_watched_is_the_host_itself(hosts: Hosts) -> None:
