@@ -7,6 +7,7 @@ that of an undisturbed cluster.
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import signal
 import threading
@@ -20,11 +21,14 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from baton import wire
-from baton.api import GenerateRequest
+from baton.api import GenerateRequest, TokenIds
 from baton.cluster import Role
 from baton.config import RouterConfig, SloClassConfig, TransferConfig
+from baton.structure import StructuredOutputs
 from baton.v1 import worker_pb2
 from tests.chaos import asks
 from tests.chaos.asks import Answer, Listening, listen
@@ -283,3 +287,51 @@ def test_a_rank_that_dies_or_hangs_ends_its_worker_and_no_stream(
         assert not process.is_alive(), "it serves on without a rank"
         wait_until(lambda: all(map(has_ended, descendants)), 10.0, seen=lambda: descendants)
         fleet.workers.pop(victim)
+
+
+@pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
+def test_log_probabilities_are_those_of_transformers(model: Path, mode: str) -> None:
+    """The first token has them too, which a prefill worker draws, and so have prompts, which are scored where they are
+    computed."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    prompt = prompt_of(3, 70)
+    asked = {"max_tokens": 4, "logprobs": 3, "prompt_logprobs": 2, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    with vllm_fleet(model, mode) as fleet:
+        fleet.fill(Role.DECODE, *([Role.PREFILL] if mode == "disaggregated" else []))
+        answer = ask(fleet, GenerateRequest(prompt=TokenIds(tuple(prompt)), sampling=asked)).answer
+        check_idle(fleet)
+    (choice,) = answer.choices
+    assert len(choice.token_ids) == len(choice.scores) == 4
+    with torch.inference_mode():
+        expected = reference(torch.tensor([[*prompt, *choice.token_ids]])).logits[0].log_softmax(-1)
+    answered = expected[len(prompt) - 1 : -1]
+    for index, token in enumerate(choice.token_ids):
+        assert choice.scores.logprobs[index] == pytest.approx(float(answered[index, token]), abs=1e-3)
+        best = [logprob for _, logprob in choice.scores.top(index)]
+        assert best == pytest.approx(answered[index].topk(3).values.tolist(), abs=1e-3)
+    assert answer.prompt_scores is not None
+    of_prompt = expected[: len(prompt) - 1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert answer.prompt_scores.scores.logprobs == pytest.approx(of_prompt.tolist(), abs=1e-3)
+
+
+def test_any_number_of_structures_fail_in_a_step_and_others_continue(model: Path, undisturbed: list[Answer]) -> None:
+    """The library notices only in the middle of an answer that a structure is too complex."""
+    schema = {"type": "string", "pattern": "^c{1,1000}(.{0,1000}){0,1000}x$"}
+    asked = {
+        "n": 24,
+        "max_tokens": 40,
+        "temperature": 1.0,
+        "seed": 3,
+        "structured_outputs": StructuredOutputs(json=json.dumps(schema)),
+    }
+    failing = GenerateRequest(prompt=TokenIds((5, 6, 7)), sampling=asked)
+    with vllm_fleet(model, "aggregated", step_timeout_s=20.0) as fleet:
+        fleet.fill(Role.DECODE)
+        with ThreadPoolExecutor(5) as pool:
+            others = [pool.submit(ask, fleet, request) for request in requests()[:4]]
+            with pytest.raises(grpc.RpcError, match="too many expressions"):
+                ask(fleet, failing)
+            assert [other.result().answer for other in others] == undisturbed[:4]
+        check_idle(fleet)
+        assert len(fleet.routers[0].client.status()["workers"]) == 1
+        assert metric(fleet.routers[0], "baton_retries_total") == 0, "the worker has lived through it"
