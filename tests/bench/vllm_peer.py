@@ -79,9 +79,7 @@ def _hosted(arguments: dict[str, Any], asked: list[Add], failures_path: str) -> 
     subprocess.Popen([sys.executable, "-c", DROPS, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
     theirs.close()  # the reader ends with this process
     channel = Channel(ours)
-    failures = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    failures.setblocking(False)
-    failures.bind(failures_path)
+    failures = Path(failures_path).open("w+b", buffering=0)  # noqa: SIM115 - it ends with this process
     start = Start(arguments | {"tensor_parallel_size": 1}, [], {})
     hosted = HostedVllm(start, failures, os.memfd_create("bench"), channel.send)
     for each in asked:
