@@ -183,7 +183,7 @@ def test_each_tenants_requests_and_tokens_are_counted_and_nobody_elses(cluster: 
         ask(cluster, "nobody", prompt)
     with pytest.raises(grpc.RpcError):
         ask(cluster, KEYS["team"], [])
-    assert metric(cluster, "baton_tenant_requests_total", 'tenant="team"', 'outcome="invalid"') == 1
+    wait_until(lambda: metric(cluster, "baton_tenant_requests_total", 'tenant="team"', 'outcome="invalid"') == 1)
     shown = set(re.findall(r'^baton_tenant_\w+\{.*tenant="([^"]*)"', exposition(cluster), re.MULTILINE))
     assert "team" in shown
     assert shown <= {"alone", "team", "team-batch"}, "a key of nobody is no label"
