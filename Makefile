@@ -59,7 +59,7 @@ serve: $(STAMP)
 	@$(BIN)/baton up --ask "The capital of France is"
 
 # What these hold against the clock, others beside them would hold up: they run by themselves, and few beside each
-# other. The rest waits for a part of its time: more processes than processors, but each may start a cluster.
+# other. The rest waits for a part of its time, so more processes than processors run it; few, as each may start a cluster.
 test: check
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m 'clock and not chaos' $(CLOCK_TESTS)
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations 25 \

@@ -158,8 +158,9 @@ class Admission:
     def pin(self, num_taken: int, num_blocks: int) -> None:
         """Count the blocks of a pin, or with negative numbers give them back.
 
-        Sequences may share pinned blocks, and then reservations cover them. Which ones is not known, so as many blocks
-        as a sequence gives back count as pinned from then on, up to all of all pins.
+        Sequences may share pinned blocks, and their reservations then cover these blocks. Which ones they share is not
+        known. So when a sequence gives its reservation back, as many more blocks count as pinned, at most those of all
+        pins.
 
         Args:
             num_taken: blocks of the pin that nothing else uses.

@@ -81,7 +81,7 @@ def cpu_arguments_of(model: ModelConfig, engine: EngineConfig, free_bytes: int) 
 
 
 def require_device(asked: str, gpu: str) -> None:
-    """Require that vLLM computes where it should.
+    """Require that vLLM computes on the device that the settings name.
 
     Args:
         asked: `model.device`.
