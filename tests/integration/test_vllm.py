@@ -293,7 +293,7 @@ def test_a_rank_that_dies_or_hangs_ends_its_worker_and_no_stream(
 def test_log_probabilities_are_those_of_transformers(model: Path, mode: str) -> None:
     """The first token has them too, which a prefill worker draws, and so have prompts, which are scored where they are
     computed."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     prompt = prompt_of(3, 70)
     asked = {"max_tokens": 4, "logprobs": 3, "prompt_logprobs": 2, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     with vllm_fleet(model, mode) as fleet:
