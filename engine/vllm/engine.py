@@ -484,6 +484,8 @@ class VllmEngine:
                 message = await self._host.receive()
             except (EOFError, OSError):
                 self._lose_host(await asyncio.to_thread(self._host.why_ended))
+            except ValueError as error:
+                self._lose_host(str(error))
             now = time.monotonic()
             self._handle(message, now)
             self._owed_since_s = now if any(each.awaits_step for each in self._by_name.values()) else math.inf

@@ -289,8 +289,14 @@ def encoded(message: Message) -> bytes:
 
 
 def decoded(body: bytes) -> Message:
-    """Return the message that a body encodes."""
-    kind, *values = json.loads(body)
+    """Return the message that a body encodes. Raise ValueError if it encodes none."""
+    try:
+        return _message_of(*json.loads(body))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{body[:SHOWN_BYTES]!r} is not a message ({error!r})") from error
+
+
+def _message_of(kind: str, *values: Any) -> Message:
     message: Message = _KINDS[kind](*values)
     match message:
         case Ready():
@@ -318,6 +324,8 @@ def length_of(head: bytes) -> int:
 
 
 HEAD_BYTES = _LENGTH.size
+SHOWN_BYTES = 80
+"""Maximum number of bytes of a body that an error shows."""
 
 
 FAILURES = "failures"

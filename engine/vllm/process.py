@@ -120,7 +120,12 @@ class HostProcess:
         self._writer.write(encoded(message))
 
     async def receive(self) -> Message:
-        """Return the next message. Raise EOFError or OSError if the host has ended."""
+        """Return the next message.
+
+        Raises:
+            EOFError, OSError: the host has ended.
+            ValueError: the host has sent something else than a message.
+        """
         assert self._reader is not None, "not connected"
         head = await self._reader.readexactly(HEAD_BYTES)
         return decoded(await self._reader.readexactly(length_of(head)))
@@ -189,6 +194,8 @@ def _answer(channel: Channel, start: Start, process: subprocess.Popen[bytes]) ->
         raise ModelLoadError(
             f"vLLM's process has ended with status {status} while it started; the log says why"
         ) from error
+    except ValueError as error:
+        raise ModelLoadError(f"vLLM's process cannot be understood: {error}") from error
     if isinstance(answer, Failed):
         raise ModelLoadError(f"vLLM cannot run this model: {answer.reason}")
     assert isinstance(answer, Ready), answer

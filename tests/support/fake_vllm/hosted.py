@@ -56,6 +56,9 @@ DEADLY = 40_004
 """The process ends in a step with it."""
 HANGING = 40_005
 """The process stops in a step with it."""
+BABBLING = 40_006
+"""In a step with it, the host sends what is not a message."""
+BABBLE: Any = ("what", "is", "this")
 UNCOMPILED, SLOWLY_COMPILED = "uncompiled", "slowly compiled"
 """Choices of a structured output that do not compile, or compile only after a second."""
 VOCAB_SIZE, MODEL_LEN, NUM_LAYERS = 49152, 8192, 2
@@ -67,7 +70,7 @@ class Given(TypedDict, total=False):
     """What a test decides; see `environment.fake_vllm`."""
 
     fails: str
-    """`raises` or `exits`: the way in which its start fails."""
+    """`raises`, `exits` or `babbles`: the way in which its start fails."""
     step_s: float
     """Minimum duration of a step, in seconds."""
     token_s: float
@@ -115,6 +118,8 @@ class HostedVllm:
                 raise ValueError("there is no such architecture")
             case "exits":
                 os._exit(7)
+            case "babbles":
+                tell(BABBLE)
         arguments = start.arguments | start.cpu_arguments
         self._block_size: int = arguments["block_size"]
         self._max_num_seqs: int = arguments["max_num_seqs"]
@@ -389,6 +394,8 @@ class HostedVllm:
             os._exit(3)
         if HANGING in request.asked.token_ids:
             os.kill(os.getpid(), signal.SIGSTOP)
+        if BABBLING in request.asked.token_ids:
+            self._tell(BABBLE)
 
     # -- the model -----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from baton.errors import BatonError, DeviceLost, LostInStep
 from baton.structure import StructuredOutputs
 from engine.core.sequence import Purpose
 from engine.vllm import process
-from tests.support.fake_vllm.hosted import DEADLY, FATAL, HANGING
+from tests.support.fake_vllm.hosted import BABBLING, DEADLY, FATAL, HANGING
 from tests.support.waiting import until
 from tests.unit.engine.contract.subjects import SOON_S, Subject, read
 from tests.unit.engine.vllm.hosts import Hosts, host_of, nothing_is_left
@@ -89,6 +89,12 @@ async def test_a_step_that_fails_is_named_and_the_host_ends(hosts: Hosts) -> Non
         await until(
             lambda: not host_of(its(subject)).is_running() or host_of(its(subject)).status() == "zombie", SOON_S
         )
+
+
+async def test_a_host_that_sends_no_message_but_something_else_is_lost(hosts: Hosts) -> None:
+    subject = hosts.subject()
+    async with losing(subject, r"""b'\["tuple","what","is","this"\]' is not a message \(KeyError\('tuple'\)\)"""):
+        assert isinstance(await error_of(subject, [1, BABBLING]), LostInStep)
 
 
 async def test_a_host_that_hangs_while_it_is_idle_is_noticed_by_its_silence(

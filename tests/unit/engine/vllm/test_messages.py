@@ -135,6 +135,32 @@ def test_parts_of_a_message_have_their_types_again() -> None:
             assert received.memory.probe == [1, 2]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff",
+        b"3",
+        b"[]",
+        b'"Ping"',
+        b'["Pang"]',
+        b'["Ping",1]',
+        b'["Stepped",1,[],[3],[],[],[],[]]',
+        b"[[]]",
+        b"{",
+    ],
+)
+def test_what_is_not_a_message_is_refused(body: bytes) -> None:
+    with pytest.raises(ValueError, match="is not a message"):
+        decoded(body)
+
+
+def test_an_error_shows_only_the_beginning_of_what_is_not_a_message() -> None:
+    with pytest.raises(ValueError, match="is not a message") as refused:
+        decoded(b"a" * 100_000)
+    assert len(str(refused.value)) < 300
+
+
 def test_several_messages_in_one_read_come_one_after_the_other(ends: tuple[Channel, socket.socket]) -> None:
     channel, other = ends
     other.sendall(b"".join(map(encoded, MESSAGES)))

@@ -149,6 +149,14 @@ def test_a_host_that_ends_at_its_start_is_named_with_its_status(tmp_path: Path) 
         check()
 
 
+def test_a_host_that_sends_no_message_at_its_start_is_refused(tmp_path: Path) -> None:
+    with nothing_is_left() as check:
+        with pytest.raises(ModelLoadError, match=r"process cannot be understood: .* is not a message") as refused:
+            started(tmp_path, fails="babbles")
+        del refused
+        check()
+
+
 @pytest.mark.parametrize("num_bytes", [10, 1 << 22], ids=["small", "larger than the sockets' buffer"])
 def test_a_host_that_ends_before_it_was_sent_anything_is_named_too(tmp_path: Path, num_bytes: int) -> None:
     """It may end while the worker still writes to it."""
