@@ -140,6 +140,8 @@ VLLM_ARGS = {
     "hf_overrides": "values that replace those of config.json",
 }
 """Arguments of vLLM's engine that `engine.vllm_args` may contain, with what each decides."""
+VLLM_ARGS_OF_MODEL = frozenset({"quantization", "hf_overrides"})
+"""Names in `VLLM_ARGS` with which vLLM computes another model from the same folder."""
 
 
 @section("engine")
