@@ -140,6 +140,8 @@ VLLM_ARGS = {
     "hf_overrides": "values that replace those of config.json",
 }
 """Arguments of vLLM's engine that `engine.vllm_args` may contain, with what each decides."""
+VLLM_ARGS_OF_MODEL = frozenset({"quantization", "hf_overrides"})
+"""Names in `VLLM_ARGS` with which vLLM computes another model from the same folder."""
 
 
 @section("engine")
@@ -321,6 +323,11 @@ class EngineConfig(EveryEngineConfig):
             meant = nearest(name, sorted(VLLM_ARGS))
             advice = f"did you mean {meant}?" if meant else f"Baton passes on: {', '.join(sorted(VLLM_ARGS))}"
             raise ConfigError(f"engine.vllm_args has {name}, which Baton does not pass on to vLLM; {advice}")
+        share = self.vllm_args.get("gpu_memory_utilization", 1.0)
+        if not (isinstance(share, (int, float)) and 0 < share <= 1):
+            raise ConfigError(
+                f"gpu_memory_utilization in engine.vllm_args must be greater than 0 and at most 1, got {share!r}"
+            )
         self.refuse_unknown(UNKNOWN_TO_VLLM, "engine.runner vllm")
 
     def batch(self, *, on_gpu: bool) -> Batch:

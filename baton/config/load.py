@@ -14,7 +14,7 @@ import yaml
 from baton.blocks import content_id
 from baton.cluster import Role
 from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfig
-from baton.config.engine import EngineConfig, ModelConfig
+from baton.config.engine import VLLM_ARGS_OF_MODEL, EngineConfig, ModelConfig
 from baton.config.pools import POOL_SETTINGS, PoolsConfig
 from baton.config.secrets import why_unreadable, without_password
 from baton.config.section import UNLISTED, build, is_listed, section
@@ -139,11 +139,16 @@ class Config:
 
     @property
     def kv_identity(self) -> str:
-        """Identity of computed KV: the model's identity, and a mark if `engine.batch_invariant` is set.
+        """Identity of computed KV: the model's identity, and the settings of the engine that change what it computes.
 
         Only workers with the same identity exchange KV.
         """
-        return f"{self.model.identity}\0batch_invariant" if self.engine.batch_invariant else self.model.identity
+        parts, given = [self.model.identity], self.engine.vllm_args
+        if self.engine.batch_invariant:
+            parts.append("batch_invariant")
+        if changing := {name: given[name] for name in VLLM_ARGS_OF_MODEL & given.keys()}:
+            parts.append(json.dumps(changing, sort_keys=True))
+        return "\0".join(parts)
 
     @property
     def release(self) -> str:

@@ -144,7 +144,8 @@ class HostedVllm:
             return None
         sent: list[Message] = []
         self._connector.send = sent.append
-        num_tokens = self._groups[0].block_size + 1
+        most_tokens = self._llm.vllm_config.model_config.max_model_len - 1  # a longer prompt is refused
+        num_tokens = min(self._groups[0].block_size + 1, most_tokens)
         probe = Add(-1, [1] * num_tokens, num_tokens, 1, [], 0, "00", {"temperature": 0}, Purpose.PREFILL.value)
         self.add(probe)
         while self.has_work:

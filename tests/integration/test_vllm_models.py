@@ -1,6 +1,7 @@
 """Models that vLLM computes and Baton's native step does not, from a prompt to streamed text: `make test-vllm`.
 
 The tokens are compared with those of plain vLLM, which runs in its own environment without anything of Baton's.
+The last test starts workers for short sequences only.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import pytest
 from baton import wire
 from baton.api import GenerateRequest, Text
 from baton.cluster import Role
-from baton.config import RouterConfig, TransferConfig
+from baton.config import Config, EngineConfig, ModelConfig, RouterConfig, TransferConfig
 from baton.v1 import inference_pb2
+from engine.engines import make_engine
 from tests.chaos.asks import listen
 from tests.chaos.fleet import running_fleet
 from tests.integration.cluster import is_idle
 from tests.support import vllm_models
+from tests.support.builders import sequence_spec
 from tests.support.vllm import vllm_python
+from tests.unit.engine.contract.subjects import Subject
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -79,3 +83,21 @@ def test_text_is_streamed_as_plain_vllm_computes_it(make: Callable[[Path], Path]
         fleet.routers[0].wait_for(lambda status: all(map(is_idle, status["workers"])))
     assert list(texts[0].token_ids) == plain_answer(folder, dtype, prompt)
     assert texts[0].text
+
+
+@pytest.mark.parametrize("limit", [{"max_model_len": 20}, {"num_blocks": 1}], ids=str)
+async def test_a_worker_starts_whose_sequences_fit_into_a_block(limit: dict[str, int], tmp_path: Path) -> None:
+    """The host computes a prompt at its start, and vLLM takes no prompt of a whole block then."""
+    model = ModelConfig(path=str(vllm_models.llama(tmp_path / "model")), revision="tiny")
+    few: dict[str, Any] = {"num_blocks": 8, "max_num_seqs": 4, "vllm_args": {"enforce_eager": True}} | limit
+    settings = EngineConfig(runner="vllm", vllm_python=vllm_python(), **few)
+    engine = make_engine(Config(model=model, engine=settings), tmp_path)
+    subject = Subject(engine=engine, expected=lambda prompt, number: [])
+    try:
+        async with subject.running():
+            longest = engine.max_model_len
+            tokens, _ = await subject.answer(sequence_spec(range(1, longest - 2), max_tokens=9))
+        assert (longest, len(tokens)) == (limit.get("max_model_len", 32), 3)
+        assert engine.caches[0].groups, "it exchanges KV"
+    finally:
+        engine.close()

@@ -153,7 +153,7 @@ class HostedVllm:
             return None
         told: list[Message] = []
         self._tell, tell = told.append, self._tell
-        num_tokens = self._block_size + 1
+        num_tokens = min(self._block_size + 1, self._max_model_len - 1)
         self.add(Add(-1, [1] * num_tokens, num_tokens, 1, [], 0, "00", {"temperature": 0}, "prefill"))
         while self.has_work:
             self.step()

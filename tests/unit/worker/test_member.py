@@ -106,9 +106,8 @@ async def test_reports_of_a_load_are_numbered_by_its_changes() -> None:
 
 
 async def test_workers_share_no_kv_unless_they_compute_the_same() -> None:
-    async def identities(model: ModelConfig, *, batch_invariant: bool = False) -> tuple[str, str]:
-        engine = EngineConfig(batch_invariant=batch_invariant)
-        config = Config(model=model, engine=engine, transfer=TransferConfig(transports=("tcp",)))
+    async def identities(model: ModelConfig, **engine: Any) -> tuple[str, str]:
+        config = Config(model=model, engine=EngineConfig(**engine), transfer=TransferConfig(transports=("tcp",)))
         member = member_of(config, ArithmeticRunner(8, 16))
         await member.kv.close()
         return member.content_id, member.wire_compat
@@ -118,6 +117,16 @@ async def test_workers_share_no_kv_unless_they_compute_the_same() -> None:
     assert found[0][0] == content_id("r"), "exact weights keep the keys that they had"
     found.append(await identities(ModelConfig(revision="r"), batch_invariant=True))
     assert len({one for both in found for one in both}) == 8, "also unless nothing beside an answer changes its bits"
+
+    async def of_vllm(**arguments: Any) -> tuple[str, str]:
+        engine = {"runner": "vllm", "vllm_python": "/opt/vllm/bin/python", "vllm_args": arguments}
+        return await identities(ModelConfig(revision="r"), **engine)
+
+    assert await of_vllm(enforce_eager=True, kv_cache_dtype="fp8") == found[0]
+    overrides = {"rope_theta": 1e6, "sliding_window": None}
+    found += [await of_vllm(quantization="fp8"), await of_vllm(hf_overrides=overrides)]
+    assert await of_vllm(hf_overrides=dict(reversed(overrides.items()))) == found[-1]
+    assert len({one for both in found for one in both}) == 12, "nor if vLLM makes other models of one folder"
 
 
 async def test_a_device_that_is_lost_in_a_transfer_alone_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,13 @@ def test_an_argument_that_baton_sets_is_refused_with_those_that_it_passes_on(nam
         vllm_config(vllm_args={name: 1})
 
 
+@pytest.mark.parametrize("share", ["lots", None, 0, -0.5, 1.5, float("nan"), [0.5]])
+def test_a_share_of_the_memory_is_one(share: Any) -> None:
+    """Baton itself computes with it: it is a share of the worker's share."""
+    with pytest.raises(ConfigError, match=r"^gpu_memory_utilization in engine.vllm_args must be .* at most 1, got "):
+        vllm_config(vllm_args={"gpu_memory_utilization": share})
+
+
 def test_vllm_needs_its_interpreter() -> None:
     with pytest.raises(ConfigError, match=r"^engine.runner vllm needs engine.vllm_python: the Python interpreter"):
         vllm_config(vllm_python="")
