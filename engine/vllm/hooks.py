@@ -129,6 +129,8 @@ class HostedVllm:
             self._beside_model = get_kv_transfer_group()
         self.descriptors: list[int] = []
         """Descriptors to send with `ready`; the caller closes them."""
+        # vLLM compiles a part of the log probabilities at their first use. That takes seconds, and steps would wait.
+        self._compute(Add(-1, [1], 1, 1, [], 0, "00", {"temperature": 0, "logprobs": 1}, Purpose.GENERATE.value))
         self._why_not_shared = "it has several ranks" if is_wanted and not shares else ""
         self._memory = self._probed() if shares else None
         if self._memory is not None:
@@ -147,14 +149,18 @@ class HostedVllm:
         most_tokens = self._llm.vllm_config.model_config.max_model_len - 1  # a longer prompt is refused
         num_tokens = min(self._groups[0].block_size + 1, most_tokens)
         probe = Add(-1, [1] * num_tokens, num_tokens, 1, [], 0, "00", {"temperature": 0}, Purpose.PREFILL.value)
-        self.add(probe)
-        while self.has_work:
-            self.step()
-        self.abort(-1)
-        self._llm.reset_prefix_cache()
-        self._update()
+        self._compute(probe)
         tables = [message.block_ids for message in sent if isinstance(message, Allocated)]
         return memory._replace(probe=tables[-1])
+
+    def _compute(self, asked: Add) -> None:
+        """Compute a sequence, and leave no trace of it."""
+        self.add(asked)
+        while self.has_work:
+            self.step()
+        self.abort(asked.key)
+        self._llm.reset_prefix_cache()
+        self._update()
 
     def _why_not_sharable(self) -> str:
         if len(self._groups) != 1 or self._named_group is None:

@@ -1,7 +1,7 @@
 """Models that vLLM computes and Baton's native step does not, from a prompt to streamed text: `make test-vllm`.
 
 The tokens are compared with those of plain vLLM, which runs in its own environment without anything of Baton's.
-The last test starts workers for short sequences only.
+The last tests start workers for short sequences, and for log probabilities.
 """
 
 from __future__ import annotations
@@ -99,5 +99,30 @@ async def test_a_worker_starts_whose_sequences_fit_into_a_block(limit: dict[str,
             tokens, _ = await subject.answer(sequence_spec(range(1, longest - 2), max_tokens=9))
         assert (longest, len(tokens)) == (limit.get("max_model_len", 32), 3)
         assert engine.caches[0].groups, "it exchanges KV"
+    finally:
+        engine.close()
+
+
+async def test_the_first_log_probabilities_hold_up_no_other_request(tmp_path: Path) -> None:
+    """vLLM compiles a part of them at their first use, which takes as long as hundreds of steps: the start does it."""
+    model = ModelConfig(path=str(vllm_models.llama(tmp_path / "model")), revision="tiny")
+    few: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 4, "vllm_args": {"enforce_eager": True}}
+    settings = EngineConfig(runner="vllm", vllm_python=vllm_python(), **few)
+    engine = make_engine(Config(model=model, engine=settings), tmp_path)
+    subject = Subject(engine=engine, expected=lambda prompt, number: [])
+
+    async def busy_s(first: int, **asked: Any) -> float:
+        before_s = engine.load().busy_s
+        await subject.answer(sequence_spec(range(first, first + 40), max_tokens=20, **asked))
+        return engine.load().busy_s - before_s
+
+    try:
+        async with subject.running():
+            await busy_s(1)
+            plain_s = await busy_s(2)
+            scored_s = await busy_s(3, logprobs=2)
+            of_prompt_s = await busy_s(4, prompt_logprobs=2)
+        print(f"{plain_s:.3f} s without, {scored_s:.3f} s and of the prompt {of_prompt_s:.3f} s with log probabilities")
+        assert max(scored_s, of_prompt_s) < 20 * plain_s
     finally:
         engine.close()
