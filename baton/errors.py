@@ -276,6 +276,12 @@ def in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+def first_of(errors: BaseExceptionGroup[BatonError]) -> BatonError:
+    """Return the first error of a group, which may consist of groups."""
+    error = errors.exceptions[0]
+    return first_of(error) if isinstance(error, BaseExceptionGroup) else error
+
+
 # -- the codec -------------------------------------------------------------------------------------------------------
 
 

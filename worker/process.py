@@ -34,7 +34,7 @@ import uvloop
 from baton import garbage
 from baton.cluster import VERSION, Role
 from baton.config import Config, process_config
-from baton.errors import BatonError, ConfigError, DeviceLost, Fenced
+from baton.errors import BatonError, ConfigError, DeviceLost, Fenced, first_of
 from baton.rpc import RpcServer, members_only
 from baton.rpc.errors import to_failed
 from baton.rpc.member_auth import WORKERS_RULES, member_auth, require_keys
@@ -233,7 +233,7 @@ def main() -> None:
             serving = serve(config, *whose, ready_fd=args.ready_fd, fingerprint=args.keys, node=node)
             uvloop.run(serving)
         except* Fenced as fenced:
-            sys.stderr.write(f"{in_line(str(fenced.exceptions[0]))}\n")
+            sys.stderr.write(f"{in_line(str(first_of(fenced)))}\n")
             sys.exit(FENCED)
         except* BatonError as errors:
-            sys.exit(in_line(str(errors.exceptions[0])))
+            sys.exit(in_line(str(first_of(errors))))

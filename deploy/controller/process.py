@@ -25,7 +25,7 @@ from baton.addresses import address_of
 from baton.blocks import content_id
 from baton.cluster import VERSION, ControllerInfo, Role
 from baton.config import Config, IndexConfig, process_config
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, first_of
 from baton.rpc import RpcServer, members_only
 from baton.rpc.errors import to_failed
 from baton.rpc.member_auth import CONTROLLERS_RULES, member_auth, require_keys
@@ -318,18 +318,13 @@ async def _until_stopped(config: Config, arguments: Arguments, ready: Ready) -> 
     try:
         await run(config, arguments, stop, ready)
     except* BatonError as errors:
-        error = _first(errors)
+        error = first_of(errors)
         ready.fail(error)
         logger.error("the controller ends: %s", error)
         os._exit(1)
     except* Exception:
         logger.exception("the controller ends")
         os._exit(1)
-
-
-def _first(errors: BaseExceptionGroup[BatonError]) -> BatonError:
-    error = errors.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _with_address(config: Config) -> Config:

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from baton import errors
-from baton.errors import BatonError, InvalidRequest, NotAMember, NotWhole, Overloaded, WorkerFailed
+from baton.errors import BatonError, InvalidRequest, NotAMember, NotWhole, Overloaded, WorkerFailed, first_of
 from baton.rpc import RpcServer, channel, from_rpc_error
 from baton.rpc.errors import is_lost
 from baton.v1 import inference_pb2, inference_pb2_grpc
@@ -145,3 +145,10 @@ async def test_a_long_message_is_cut_and_keeps_its_status(stub: inference_pb2_gr
 def test_param_names_the_field() -> None:
     assert InvalidRequest("x", "top_p").param == "top_p"
     assert InvalidRequest("x").param is None
+
+
+def test_of_groups_within_groups_the_first_error_is_found() -> None:
+    first, second = NotWhole("this"), NotWhole("that")
+    nested: list[Any] = [ExceptionGroup("of tasks", [first]), second]
+    assert first_of(BaseExceptionGroup("of tasks", nested)) is first
+    assert first_of(BaseExceptionGroup("of tasks", nested[::-1])) is second
