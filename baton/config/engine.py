@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import field
+from dataclasses import field, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, Field
@@ -204,8 +205,8 @@ class EngineConfig(EveryEngineConfig):
     """Engine of one worker."""
 
     vllm_python: String = ""
-    """Python interpreter of the environment in which vLLM is installed, such as /opt/vllm/bin/python. Required if
-    `runner` is vllm. Baton need not be installed there."""
+    """Absolute path of the Python interpreter of the environment in which vLLM is installed, such as
+    /opt/vllm/bin/python. Required if `runner` is vllm. Baton need not be installed there."""
     vllm_args: Annotated[dict[str, Any], JSON] = field(default_factory=dict)
     """Arguments of vLLM's engine that Baton passes on if `runner` is vllm, by vLLM's names, such as
     {quantization: awq, gpu_memory_utilization: 0.85}. docs/engines.md lists them. Baton sets all others itself."""
@@ -319,9 +320,13 @@ class EngineConfig(EveryEngineConfig):
                 "engine.runner vllm needs engine.vllm_python: the Python interpreter of the environment in which vLLM "
                 "is installed"
             )
+        if not Path(self.vllm_python).is_absolute():
+            raise ConfigError(f"engine.vllm_python must be an absolute path, got {self.vllm_python!r}")
         for name in self.vllm_args.keys() - VLLM_ARGS.keys():
             meant = nearest(name, sorted(VLLM_ARGS))
             advice = f"did you mean {meant}?" if meant else f"Baton passes on: {', '.join(sorted(VLLM_ARGS))}"
+            if name in {each.name for each in fields(self)}:
+                advice = f"set engine.{name}"
             raise ConfigError(f"engine.vllm_args has {name}, which Baton does not pass on to vLLM; {advice}")
         share = self.vllm_args.get("gpu_memory_utilization", 1.0)
         if not (isinstance(share, (int, float)) and 0 < share <= 1):

@@ -85,6 +85,11 @@ class Config:
             )
         if ranks > 1 and self.testing.arithmetic:
             raise ConfigError(f"testing.arithmetic has one rank; set {ranks_name} to 1")
+        if ranks > 1 and engine.runner == "vllm" and self.router.mode == "disaggregated":
+            raise ConfigError(
+                f"router.mode is disaggregated, but vLLM workers with several ranks ({ranks_name} is {ranks}) exchange "
+                "no KV; set router.mode to aggregated"
+            )
         if engine.kv_dtype in UNCONVERTED and self.transfer.wire_dtype != "auto":
             raise ConfigError(
                 f"transfer.wire_dtype is {self.transfer.wire_dtype}, but pages of {self.name_of(pool, 'kv_dtype')} "

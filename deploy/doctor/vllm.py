@@ -18,7 +18,8 @@ LEAST_PYTHON = (3, 11)
 NEEDED = ("torch", "numpy", "llguidance")
 """Packages that vLLM's process needs for Baton's sampler. vLLM installs all of them on usual machines."""
 FIX = (
-    f"set engine.vllm_python to the interpreter of an environment in which `pip install 'vllm=={SUPPORTED[-1]}.*'` ran"
+    "set engine.vllm_python to the interpreter of an environment in which docs/engines.md has installed vLLM "
+    f"{' or '.join(SUPPORTED)}"
 )
 _ASK = f"""
 import importlib.util, json, pathlib, re, sys
@@ -104,7 +105,7 @@ def settings(config: Config, has_gpus: bool) -> Iterator[Check]:
         return
     yield Check(
         "vllm and router.mode",
-        "fail" if mode == "disaggregated" and num_ranks > 1 else "warn",
+        "warn",
         f"router.mode is {mode}, and "
         + (
             f"vLLM workers with several ranks (engine.tensor_parallel is {num_ranks}) exchange no KV"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
 from baton.errors import ConfigError, ModelLoadError
 from baton.memory import GIB, VLLM_PROCESS_BYTES, Room, bytes_of_vllm
@@ -12,8 +13,8 @@ from baton.memory import GIB, VLLM_PROCESS_BYTES, Room, bytes_of_vllm
 QUANTIZED = {"exact": None, "fp8": "fp8"}
 """`model.weights` -> vLLM's quantization of weights that are not quantized."""
 CPU_BLOCK_SIZE = 32
-"""Minimum number of tokens per block of vLLM's attention on CPUs. vLLM's default is four times as many; with it short
-prefixes would not be reused."""
+"""vLLM's attention on CPUs takes blocks of a multiple of this number of tokens. vLLM's default is four times as many;
+with it short prefixes would not be reused."""
 
 
 def arguments_of(model: ModelConfig, engine: EngineConfig, share: float) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def cpu_arguments_of(model: ModelConfig, engine: EngineConfig, free_bytes: int) 
     pool_gib = room.pool_gib("auto" if engine.num_blocks else engine.kv_cache_gib)
     return {
         "dtype": dtype,
-        "block_size": max(CPU_BLOCK_SIZE, engine.block_size),
+        "block_size": num_blocks_for(engine.block_size, CPU_BLOCK_SIZE) * CPU_BLOCK_SIZE,
         "kv_cache_memory_bytes": int(pool_gib * GIB),
         **_batch(engine, on_gpu=False),
     }

@@ -20,6 +20,7 @@ from baton.config import Config, EngineConfig
 from baton.costs import StepFit, StepSize
 from baton.errors import (
     BatonError,
+    ConfigError,
     DeviceLost,
     InvalidRequest,
     LostInStep,
@@ -118,6 +119,11 @@ def vllm_engine(config: Config, cache: Path) -> VllmEngine:
     host = HostProcess.start(settings.vllm_python, start, cache, settings.num_threads)
     try:
         require_device(model.device, host.ready.device)
+        if config.router.mode == "disaggregated" and host.ready.memory is None:
+            raise ConfigError(
+                f"router.mode is disaggregated, but this worker's vLLM exchanges no KV: {host.ready.why_not_shared}; "
+                "set router.mode to aggregated"
+            )
         return VllmEngine(host, settings, start.eos_token_ids, Path(model.path))
     except BaseException:
         host.close()

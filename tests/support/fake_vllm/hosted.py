@@ -66,11 +66,18 @@ LOG_OF_BEST = math.log(1 - math.exp(-0.1))
 """Log probability of the best token; each one after it has 0.1 less."""
 
 
+class Invalid(ValueError):
+    """An error as pydantic raises it."""
+
+    def errors(self) -> list[dict[str, Any]]:
+        return [{"type": "value_error", "msg": "Value error, it is too long"}, {"msg": "Input should be a boolean"}]
+
+
 class Given(TypedDict, total=False):
     """What a test decides; see `environment.fake_vllm`."""
 
     fails: str
-    """`raises`, `exits` or `babbles`: the way in which its start fails."""
+    """`raises`, `validates`, `exits` or `babbles`: the way in which its start fails."""
     step_s: float
     """Minimum duration of a step, in seconds."""
     token_s: float
@@ -116,6 +123,8 @@ class HostedVllm:
         match self._given.get("fails"):
             case "raises":
                 raise ValueError("there is no such architecture")
+            case "validates":
+                raise Invalid("2 validation errors for ModelConfig\n  Value error, ... [input_value=ArgsKwargs(...)]")
             case "exits":
                 os._exit(7)
             case "babbles":

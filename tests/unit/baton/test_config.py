@@ -84,6 +84,8 @@ def another(name: str, value: Any) -> Any:
             return "3"
         case PoolConfig():
             return PoolConfig(engine={"tensor_parallel": 2}, gpus_per_worker=2)
+        case str() if name == "vllm_python":
+            return "/opt/vllm/bin/python"
         case str():
             other = {
                 "full": "off",

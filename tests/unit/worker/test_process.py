@@ -81,7 +81,7 @@ def test_weights_that_a_runner_does_not_make_are_refused_by_name(tmp_path: Path)
 
 OTHER_VALUES = {
     "attention": "flashinfer", "speculation": "off", "kv_dtype": "int8", "plan_ahead": True, "batch_invariant": True,
-    "expert_parallel": True, "images": "off", "vllm_python": "python", "vllm_args": {"enforce_eager": True},
+    "expert_parallel": True, "images": "off", "vllm_python": "/python", "vllm_args": {"enforce_eager": True},
 }  # fmt: skip
 """Values that are no numbers, of settings that take none."""
 
@@ -93,7 +93,7 @@ def test_an_engine_of_another_make_says_what_it_does_not_know(name: str) -> None
     if name == "expert_parallel":
         setting["tensor_parallel"] = 2  # it needs ranks, which any engine may have
     if name.startswith("vllm_"):
-        setting |= {"runner": "vllm", "vllm_python": "python"}  # no other runner takes them
+        setting |= {"runner": "vllm", "vllm_python": "/python"}  # no other runner takes them
     named = " and ".join(rf"engine\.{each}" for each in sorted(setting.keys() - {"runner"}))
     with pytest.raises(ConfigError, match=rf"{named} (is|are) not supported by engine\.runner; unset (it|them)"):
         EngineConfig(**setting).refuse_unknown(ScriptedEngine.unknown_settings, "engine.runner")

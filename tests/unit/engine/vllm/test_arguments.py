@@ -161,7 +161,7 @@ def test_on_cpus_what_is_set_holds(model: ModelConfig) -> None:
     narrow = ModelConfig(path=model.path, dtype="bfloat16")
     assert cpu_arguments_of(narrow, settings(**values), 16 * GIB) == {
         "dtype": "bfloat16",
-        "block_size": 48,
+        "block_size": 64,
         "max_num_seqs": 3,
         "max_num_batched_tokens": 96,
         "kv_cache_memory_bytes": GIB // 2,

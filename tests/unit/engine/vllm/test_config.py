@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.config import EngineConfig
+from baton.config import Config, EngineConfig, PoolConfig, PoolsConfig, RouterConfig
 from baton.config.engine import UNKNOWN_TO_VLLM, VLLM_ARGS
 from baton.errors import ConfigError
 
@@ -38,11 +38,15 @@ def test_an_argument_with_a_slip_is_refused_with_the_nearest_one(name: str, mean
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["seed", "tensor_parallel_size", "async_scheduling", "kv_transfer_config", "block_size"]
-)
+@pytest.mark.parametrize("name", ["seed", "tensor_parallel_size", "async_scheduling", "kv_transfer_config", "dtype"])
 def test_an_argument_that_baton_sets_is_refused_with_those_that_it_passes_on(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^engine.vllm_args has {name}, .*Baton passes on: attention_backend, "):
+        vllm_config(vllm_args={name: 1})
+
+
+@pytest.mark.parametrize("name", ["block_size", "max_model_len", "max_num_seqs"])
+def test_an_argument_that_is_a_setting_of_batons_is_refused_with_its_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"has {name}, which Baton does not pass on to vLLM; set engine.{name}$"):
         vllm_config(vllm_args={name: 1})
 
 
@@ -56,6 +60,24 @@ def test_a_share_of_the_memory_is_one(share: Any) -> None:
 def test_vllm_needs_its_interpreter() -> None:
     with pytest.raises(ConfigError, match=r"^engine.runner vllm needs engine.vllm_python: the Python interpreter"):
         vllm_config(vllm_python="")
+
+
+@pytest.mark.parametrize("python", ["vllm/bin/python", "../python", "~/vllm/bin/python", "python3"])
+def test_the_interpreters_path_is_absolute(python: str) -> None:
+    """Workers and `baton up` may have different working directories."""
+    with pytest.raises(ConfigError, match=f"^engine.vllm_python must be an absolute path, got '{python}'$"):
+        vllm_config(vllm_python=python)
+
+
+@pytest.mark.parametrize("of_pool", [False, True])
+def test_workers_with_several_ranks_serve_aggregated(of_pool: bool) -> None:
+    ranks = {"tensor_parallel": 2}
+    pools = PoolsConfig(decode=PoolConfig(engine=ranks)) if of_pool else PoolsConfig()
+    engine = vllm_config(**{} if of_pool else ranks)
+    with pytest.raises(ConfigError, match=r"^router.mode is disaggregated, but vLLM workers with several ranks \("):
+        Config(engine=engine, pools=pools, router=RouterConfig(mode="disaggregated"))
+    for mode in ("auto", "aggregated"):
+        Config(engine=engine, pools=pools, router=RouterConfig(mode=mode))
 
 
 @pytest.mark.parametrize("runner", ["auto", "native", "transformers"])

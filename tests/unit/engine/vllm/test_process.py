@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from baton.config import Config
+from baton.config import Config, RouterConfig
 from baton.errors import ConfigError, ModelLoadError
 from engine.vllm import process
 from engine.vllm.messages import Abort, Message, Ping, Pong, Start, Stepped
@@ -142,6 +142,14 @@ def test_what_vllm_raises_at_its_start_is_shown_and_nothing_is_left(tmp_path: Pa
         check()
 
 
+def test_of_a_validation_the_reasons_are_shown_without_what_was_validated(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError) as refused:
+        started(tmp_path, fails="validates")
+    assert str(refused.value) == (
+        "vLLM cannot run this model: Invalid: Value error, it is too long; Input should be a boolean"
+    )
+
+
 def test_a_host_that_ends_at_its_start_is_named_with_its_status(tmp_path: Path) -> None:
     with nothing_is_left() as check:
         with pytest.raises(ModelLoadError, match="vLLM's process has ended with status 7 while it started"):
@@ -193,6 +201,19 @@ def test_an_engine_that_cannot_be_built_ends_its_host(hosts: Hosts) -> None:
 
 def on_device(config: Config, device: str) -> Config:
     return replace(config, model=replace(config.model, device=device))
+
+
+def test_a_worker_that_exchanges_no_kv_does_not_start_in_mode_disaggregated(hosts: Hosts) -> None:
+    """It could serve nothing."""
+    config = hosts.config({"ready": {"memory": None, "why_not_shared": "it has several kinds of layers"}})
+    with nothing_is_left() as check:
+        with pytest.raises(
+            ConfigError, match="but this worker's vLLM exchanges no KV: it has several kinds"
+        ) as refused:
+            hosts.started(replace(config, router=RouterConfig(mode="disaggregated")))
+        del refused
+        check()
+    assert hosts.started(config).computes.fallbacks, "it serves otherwise, and says so"
 
 
 def test_a_gpu_that_is_asked_for_must_be_there(hosts: Hosts) -> None:
