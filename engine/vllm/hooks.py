@@ -8,6 +8,7 @@ The following parts are not public, and may differ in versions that Baton does n
     scheduler.max_num_scheduled_tokens   set, so that steps keep the ITL objectives of their sequences
     kv_cache_manager                     provides events and block tables; caches received blocks
     block_pool                           reports free and cached blocks; a pin adds references to its blocks
+    Sampler.gather_logprobs              called once, so that its compiled part is ready
     scheduler._update_from_kv_xfer_finished   called, so that arrived and released KV takes effect without a step
 """
 
@@ -22,6 +23,8 @@ from dataclasses import replace
 from io import FileIO
 from typing import Any
 
+import torch
+from torch._dynamo.exc import TorchDynamoException
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm import __version__ as version
 from vllm.config import KVEventsConfig, KVTransferConfig
@@ -33,6 +36,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
+from vllm.v1.sample.sampler import Sampler
 
 from engine.core.sequence import Purpose
 from engine.sampling.structure import Structures
@@ -129,8 +133,7 @@ class HostedVllm:
             self._beside_model = get_kv_transfer_group()
         self.descriptors: list[int] = []
         """Descriptors to send with `ready`; the caller closes them."""
-        # vLLM compiles a part of the log probabilities at their first use. That takes seconds, and steps would wait.
-        self._compute(Add(-1, [1], 1, 1, [], 0, "00", {"temperature": 0, "logprobs": 1}, Purpose.GENERATE.value))
+        self._llm.collective_rpc(_prepare_logprobs)
         self._why_not_shared = "it has several ranks" if is_wanted and not shares else ""
         self._memory = self._probed() if shares else None
         if self._memory is not None:
@@ -149,18 +152,14 @@ class HostedVllm:
         most_tokens = self._llm.vllm_config.model_config.max_model_len - 1  # a longer prompt is refused
         num_tokens = min(self._groups[0].block_size + 1, most_tokens)
         probe = Add(-1, [1] * num_tokens, num_tokens, 1, [], 0, "00", {"temperature": 0}, Purpose.PREFILL.value)
-        self._compute(probe)
-        tables = [message.block_ids for message in sent if isinstance(message, Allocated)]
-        return memory._replace(probe=tables[-1])
-
-    def _compute(self, asked: Add) -> None:
-        """Compute a sequence, and leave no trace of it."""
-        self.add(asked)
+        self.add(probe)
         while self.has_work:
             self.step()
-        self.abort(asked.key)
+        self.abort(-1)
         self._llm.reset_prefix_cache()
         self._update()
+        tables = [message.block_ids for message in sent if isinstance(message, Allocated)]
+        return memory._replace(probe=tables[-1])
 
     def _why_not_sharable(self) -> str:
         if len(self._groups) != 1 or self._named_group is None:
@@ -523,6 +522,21 @@ def _group(group: Any) -> Group:
 
 
 _KINDS: Mapping[type, str] = {SlidingWindowSpec: "window", FullAttentionSpec: "full", MambaSpec: "state"}
+
+
+def _prepare_logprobs(rank: Any) -> None:
+    """Compile the part of the log probabilities that vLLM compiles at their first use.
+
+    That takes seconds, in which all sequences would wait. Without a compiler it fails, and vLLM would end with it: then
+    this rank runs such parts uncompiled.
+    """
+    vocab_size = rank.vllm_config.model_config.get_vocab_size()
+    logprobs = torch.zeros(2, vocab_size, device=rank.device)
+    try:
+        Sampler.gather_logprobs(logprobs, 1, torch.zeros(2, dtype=torch.int64, device=rank.device))
+    except TorchDynamoException as error:
+        logger.warning("torch cannot compile here, and computes log probabilities uncompiled: %s", error)
+        torch.compiler.set_stance("force_eager")
 
 
 def _layout_of(rank: Any) -> tuple[str, str]:

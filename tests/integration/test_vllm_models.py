@@ -103,8 +103,16 @@ async def test_a_worker_starts_whose_sequences_fit_into_a_block(limit: dict[str,
         engine.close()
 
 
-async def test_the_first_log_probabilities_hold_up_no_other_request(tmp_path: Path) -> None:
-    """vLLM compiles a part of them at their first use, which takes as long as hundreds of steps: the start does it."""
+@pytest.mark.parametrize("compiler", ["", "/no/such/compiler"], ids=["compiled", "without a compiler"])
+async def test_the_first_log_probabilities_hold_up_no_other_request(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM compiles a part of them at their first use, which takes as long as hundreds of steps: the start does it.
+
+    If there is no compiler, no request ends the host.
+    """
+    if compiler:
+        monkeypatch.setenv("CXX", compiler)
     model = ModelConfig(path=str(vllm_models.llama(tmp_path / "model")), revision="tiny")
     few: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 4, "vllm_args": {"enforce_eager": True}}
     settings = EngineConfig(runner="vllm", vllm_python=vllm_python(), **few)
