@@ -18,8 +18,8 @@ LEAST_PYTHON = (3, 11)
 NEEDED = ("torch", "numpy", "llguidance")
 """Packages that vLLM's process needs for Baton's sampler. vLLM installs all of them on usual machines."""
 FIX = (
-    "set engine.vllm_python to the interpreter of an environment in which docs/engines.md has installed vLLM "
-    f"{' or '.join(SUPPORTED)}"
+    f"set engine.vllm_python to the interpreter of an environment with vLLM {' or '.join(SUPPORTED)}; docs/engines.md "
+    "shows how to install it"
 )
 _ASK = f"""
 import importlib.util, json, pathlib, re, sys
