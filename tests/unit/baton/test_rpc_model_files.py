@@ -183,8 +183,16 @@ async def test_few_read_at_a_time_some_wait_and_others_come_back_later(monkeypat
 
 
 async def test_a_reader_that_takes_nothing_loses_its_place() -> None:
-    large = ServingFiles({"a": bytes(16 * PIECE_BYTES)})
-    servicer = ModelFilesServicer(only(large), send_s=0.5)
+    large = ServingFiles({"a": bytes(64 * PIECE_BYTES)})  # more than the buffers between both take
+    together = threading.Barrier(MAX_READS)
+
+    def find(digest: str) -> ServingFiles:
+        if digest == large.digest:
+            return large
+        together.wait(60)
+        return FILES
+
+    servicer = ModelFilesServicer(find, send_s=0.5)
     async with serving(servicer) as address, contextlib.AsyncExitStack() as stack:
         calls = []
         for _ in range(MAX_READS):
@@ -192,7 +200,8 @@ async def test_a_reader_that_takes_nothing_loses_its_place() -> None:
             stub: Any = worker_pb2_grpc.ModelFilesStub(link)
             calls.append(stub.ReadModelFiles(worker_pb2.ReadModelFilesRequest(digest=large.digest)))
             await calls[-1].read()
-        assert (await read(address, large.digest)).digest == large.digest, "it has waited for one of them"
+        later = await asyncio.gather(*(read(address, timeout_s=60) for _ in range(MAX_READS)))
+        assert [each.digest for each in later] == [FILES.digest] * MAX_READS, "all have lost their places"
 
         async def drained(call: Any) -> BatonError:
             try:
