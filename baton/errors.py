@@ -21,6 +21,7 @@
     │   │   └── LostInStep         UNAVAILABLE          503   the device was lost in a step that computed this request
     │   └── ActorLost              UNAVAILABLE          503   Ray has lost its actor; the process may still serve
     ├── WorkerDraining             UNAVAILABLE          503   a worker takes no new work; another may serve
+    ├── RouterStopping             UNAVAILABLE          503   a router stops; another may continue the request
     ├── NoController               UNAVAILABLE          503   no controller is alive to change the pools
     ├── Conflict                   FAILED_PRECONDITION  503   an order conflicts with the cluster's state
     ├── ImagesMissing              FAILED_PRECONDITION  503   a worker lacks images of a prompt; send their bytes
@@ -191,6 +192,18 @@ class ActorLost(WorkerFailed):
 class WorkerDraining(BatonError):
     status = "UNAVAILABLE"
     http = 503
+
+
+class RouterStopping(BatonError):
+    """The router stops, and the request has not completed within `router.drain_timeout_s`."""
+
+    status = "UNAVAILABLE"
+    http = 503
+
+    def __init__(
+        self, message: str = "the router stops before the response is complete; send the request again"
+    ) -> None:
+        super().__init__(message)
 
 
 class NoController(BatonError):

@@ -45,6 +45,7 @@ from router.models.follower import ModelFollower
 from router.models.operated import OperatedModels
 from router.models.table import ModelTable
 from router.picker import Picker, Request, Sources, Wanted
+from router.request.resume import STOP_S
 from router.service import Front
 from router.timeline.log import Ingress
 from router.timeline.usage_log import UsageBook, UsageFile
@@ -113,10 +114,11 @@ class Router:
                 self.readiness.stop()
                 for each in self.http:
                     each.should_exit = True  # gRPC and HTTP drain at the same time, with the same timeout
-                drain_s = self.config.router.drain_timeout_s
-                picking = () if self.picker is None else (self.picker.stop(drain_s),)
-                await asyncio.gather(self.rpc.stop(drain_s), *picking, *serving)
-                for task in background:
+                stopping = tasks.create_task(self._stop_requests(), name="requests")
+                grace_s = self.config.router.drain_timeout_s + STOP_S
+                picking = () if self.picker is None else (self.picker.stop(grace_s),)
+                await asyncio.gather(self.rpc.stop(grace_s), *picking, *serving)
+                for task in (*background, stopping):
                     task.cancel()
         finally:
             await self.rpc.stop(0)
@@ -129,6 +131,11 @@ class Router:
             await self.endpoint.close()
             if self.tracer is not None:
                 self.tracer.shutdown()
+
+    async def _stop_requests(self) -> None:
+        await asyncio.sleep(self.config.router.drain_timeout_s)
+        logger.info("router %s ends the requests that are left", self.config.router.id)
+        self.table.stop_requests()
 
     async def _report_health(self) -> None:
         while True:

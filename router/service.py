@@ -182,6 +182,10 @@ class RouterService:
         """
         await self._encoder.start()
 
+    def stop_held(self) -> None:
+        """End the requests that wait until the model is awake: the router stops."""
+        self._holding.stop()
+
     def close(self) -> None:
         """Stop the service's processes and threads. It cannot serve afterwards."""
         self._encoder.close()
@@ -249,7 +253,7 @@ class RouterService:
         Raises:
             InvalidRequest, Unsupported: the request is invalid; raised before placement. Also raised later, if the
                 answer is shorter than `resume_from` claims.
-            QuotaExceeded, Overloaded, NoWorker, WorkerFailed, TransferError: the request could not be served.
+            QuotaExceeded, Overloaded, NoWorker, WorkerFailed, TransferError, RouterStopping: it could not be served.
             Conflict: another call has taken over the request.
         """
         name = self.name_of(request.model)
@@ -288,13 +292,13 @@ class RouterService:
                     async with contextlib.aclosing(_replayed(writers)) as chunks:
                         async for chunk in chunks:
                             for ready in _ready(recording.drawn(chunk), selection):
-                                yield recording.sent(ready)
+                                yield call.giving(recording.sent(ready))
                                 call.goes_on()
                     async with contextlib.aclosing(self._driver.run(group.unanswered())) as messages:
                         async for choice, message in messages:
                             for chunk in await self._written(choice, message, writers[choice]):
                                 for ready in _ready(recording.drawn(chunk), selection):
-                                    yield recording.sent(ready)
+                                    yield call.giving(recording.sent(ready))
                                     call.goes_on()
             self._limiter.record(time.monotonic() - timeline.arrived_s)
 
@@ -305,7 +309,7 @@ class RouterService:
 
         Raises:
             QuotaExceeded: see `Accounts.arrive`.
-            ModelWaking, NoWorker, InvalidRequest: see `Holding.until_awake`.
+            ModelWaking, NoWorker, RouterStopping, InvalidRequest: see `Holding.until_awake`.
         """
         timeline = recording.timeline
         recording.charge = self._accounts.arrive(claim.tenant, num_answers, timeline.model)

@@ -145,7 +145,7 @@ class RouterConfig:
     """Maximum number of consecutive failed attempts, with almost no progress in between, before the client gets the
     error."""
     drain_timeout_s: Float = 5.0
-    """Time that requests in flight have to finish when the router shuts down."""
+    """Time that requests in flight have to finish when the router shuts down. Those that remain end with an error."""
     max_connection_age_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = math.inf
     """Age at which a gRPC client is asked to reconnect; calls in progress continue. Behind a load balancer that
     balances connections, this spreads clients over all routers and moves them away from a router that shuts down. .inf:

@@ -45,6 +45,7 @@ from router.api.places import ConnectionLimits, OpenConnections, TlsListener
 from router.api.routes import BodyRoute, LongText, Methods, answers
 from router.api.unserved import why_unserved
 from router.models.table import ModelTable
+from router.request.resume import STOP_S
 
 NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 """Turns off FastAPI's own telemetry, which would read the environment with every request. The service has ours."""
@@ -424,7 +425,7 @@ def _server(
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=config.router.keep_alive_s,  # type: ignore[arg-type]  # it is passed to call_later
-            timeout_graceful_shutdown=math.ceil(config.router.drain_timeout_s),
+            timeout_graceful_shutdown=math.ceil(config.router.drain_timeout_s + STOP_S),
         ),
         bound(host, port, config.cluster.routers > 1),
         open_connections,

@@ -90,6 +90,12 @@ class ModelTable:
         """The running calls of all models."""
         return self._front.calls
 
+    def stop_requests(self) -> None:
+        """End all requests with RouterStopping, and further ones at once: the router stops."""
+        self._front.calls.stop()
+        for each in self._releases.values():
+            each.service.stop_held()
+
     def is_crowded(self) -> bool:
         """Return whether the router is at capacity: requests are refused, or wait long for a worker of their model."""
         return self._front.limiter.is_crowded or any(each.service.is_crowded for each in self._releases.values())

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-from baton.errors import Conflict, Overloaded, StoreUnavailable
+from baton.api import GenerateChunk
+from baton.errors import Conflict, Overloaded, RouterStopping, StoreUnavailable
 from baton.messages import SequenceSpec
 from baton.tasks import Flag
 from kvstore.index.backoff import backoff_s
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 TAKE_OVER_S = 5.0
 """Timeout of a call that continues a request for the end of the previous call."""
 FLUSH_S = 0.2
+STOP_S = 2.0
+"""Time in which the calls that a stopping router ends tell their clients."""
 READ_S = 2.0
 """Timeout for reading the record of a continued request: about the time of a hundred tokens."""
 
@@ -52,6 +55,10 @@ class Call:
     group: ChoiceGroup | None = None
     """Choices of the request; None: not known yet."""
     is_superseded: bool = False
+    is_stopped: bool = False
+    """True if it must end with RouterStopping."""
+    is_paused: bool = False
+    """True while its client gets a chunk, so that its driver waits for the client."""
     ended: Flag = field(default_factory=Flag)
 
     @staticmethod
@@ -65,11 +72,22 @@ class Call:
         """Record the request's choices when they are known."""
         self.digest, self.group = digest, group
 
+    def giving(self, chunk: GenerateChunk) -> GenerateChunk:
+        """Return a chunk for the client. Until `goes_on`, the driver waits for the client."""
+        self.is_paused = True
+        return chunk
+
     def goes_on(self) -> None:
         """Record the task that requests the chunks after the first one.
 
         A single task awaits them all, but for an HTTP stream it is not the task that awaited the first chunk.
+
+        Raises:
+            RouterStopping: see `CallsInFlight.stop`.
         """
+        self.is_paused = False
+        if self.is_stopped:
+            raise RouterStopping
         if not self.has_gone_on:
             self.has_gone_on, self.driver = True, asyncio.current_task() or self.driver
 
@@ -87,18 +105,38 @@ class CallsInFlight:
 
     def __init__(self) -> None:
         self._calls: dict[RecordKey, Call] = {}
+        self._has_stopped = False
         self._taken_over: WeakSet[asyncio.Task[Any]] = WeakSet()
         """Tasks whose requests other calls continue."""
 
     @contextlib.contextmanager
     def entered(self, key: RecordKey) -> Iterator[Call]:
-        """Context manager: registers a call of the current task, so that later calls can take it over."""
+        """Context manager: registers a call of the current task, so that later calls can take it over.
+
+        Raises:
+            RouterStopping: see `stop`.
+        """
+        if self._has_stopped:
+            raise RouterStopping
         call = self._calls[key] = Call.of_current_task()
         try:
             yield call
+        except asyncio.CancelledError:
+            if not call.is_stopped:
+                raise
+            call.driver.uncancel()
+            raise RouterStopping from None
         finally:
             del self._calls[key]
             call.ended.set()
+
+    def stop(self) -> None:
+        """End all calls with RouterStopping, and further ones at once: the router stops."""
+        self._has_stopped = True
+        for call in self._calls.values():
+            call.is_stopped = True
+            if not call.is_paused:
+                call.driver.cancel()
 
     async def take_over(self, key: RecordKey) -> Call | None:
         """End the call that serves this request on this router, if there is one: its client has lost the stream.

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from baton.api import PromptInput, TokenIds
 from baton.cluster import ModelState
 from baton.config import RouterConfig
-from baton.errors import BatonError, ModelWaking, NoWorker
+from baton.errors import BatonError, ModelWaking, NoWorker, RouterStopping
 from baton.tasks import Flag
 from router.admission import Claim, Limiter
 from router.placement.pool_view import PoolView
@@ -166,6 +166,7 @@ class Holding:
         Raises:
             ModelWaking: too many requests are held.
             NoWorker: the model was not awake in time.
+            RouterStopping: see `stop`.
             InvalidRequest: see `Limiter.slot`.
         """
         self._held.limiter.check(num_choices)
@@ -201,6 +202,11 @@ class Holding:
                 waiting.slot.close()
         now_s = self._clock()
         return Release(waiting.slot, claim.released(now_s), Held(now_s, now_s - began_s))
+
+    def stop(self) -> None:
+        """End all held requests with RouterStopping."""
+        for each in self._waiting:
+            each.end(RouterStopping())
 
     async def _wait(self, waiting: _Waiting) -> None:
         """Wait until a request is no longer held. While the model is awake, the wait for slots has no limit."""

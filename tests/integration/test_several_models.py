@@ -18,6 +18,7 @@ import yaml
 from deploy.operator import worker_log
 from deploy.operator.client import OPEN, Client
 from tests.integration.cluster import Cluster, running_cluster
+from tests.support.waiting import wait_until
 
 PROMPT = [5, 6, 7]
 
@@ -68,7 +69,13 @@ def test_every_router_serves_both_models_when_the_cluster_is_ready(cluster: Clus
     assert [sorted(model["id"] for model in status["models"])] == [["second", "smollm2-135m-instruct"]]
     contents = {model["content_id"] for model in status["models"]}
     assert len(contents) == 2
-    assert [{each["content_id"] for each in router["models"]} for router in status["routers"]] == [contents] * 2
+
+    def served() -> list[set[str]]:
+        """A router reads what the other one serves from Redis, a moment later."""
+        routers = cluster.client.status()["routers"]
+        return [{each["content_id"] for each in router["models"]} for router in routers]
+
+    wait_until(lambda: served() == [contents] * 2, 30.0, seen=served)
     workers = [(worker["release"], worker["id"], worker["role"]) for worker in status["workers"]]
     first = next(model["release"] for model in status["models"] if model["release"] != "two")
     assert sorted(workers) == sorted(

@@ -12,7 +12,7 @@ import json
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from baton.api import Chat, GenerateChunk, GenerateRequest, ModelCard, Text, TokenIds
 from baton.chat import ChatMessage
 from baton.config import RouterConfig
-from baton.errors import Overloaded
+from baton.errors import Overloaded, RouterStopping
 from baton.messages import NewTokens
 from baton.registered_adapters import NO_ADAPTERS, Adapters
 from baton.rpc import RpcServer
@@ -47,7 +47,7 @@ from router.api import delivery
 from router.api.delivery import GRPC
 from router.api.grpc_api import SERVICE_NAMES, Authentication, InferenceServicer
 from router.api.http import create_app
-from router.models.table import ModelTable
+from router.models.table import ModelTable, Release
 from router.placement.pool_view import PoolView
 from router.prompt import Tokenizer
 from router.request.model import LoadedModel
@@ -421,6 +421,42 @@ async def test_a_call_is_taken_over_from_the_task_that_awaits_it_not_from_the_on
             assert (await anext(again)).token_ids == (6,)
         with pytest.raises(asyncio.CancelledError):
             await reading
+
+
+async def test_a_router_that_stops_ends_what_it_has(tokenizer: Tokenizer) -> None:
+    """One request waits for a token, one for its client to read, and one comes later."""
+    async with contextlib.AsyncExitStack() as closing:
+        router = Router(tokenizer, TwoTokens())
+        closing.callback(router.close)
+        table = ModelTable(router.front)
+        table.put(Release(content_id="content", name=MODEL, release="", share=1.0, service=router.service))
+
+        def generating(request_id: str) -> AsyncGenerator[GenerateChunk]:
+            request = GenerateRequest(prompt=Text("a"), request_id=request_id, sampling={"max_tokens": 9})
+            chunks = router.service.generate(request)
+            closing.push_async_callback(chunks.aclose)
+            return chunks
+
+        async def third_token() -> int:
+            chunks, task = generating("waits"), asyncio.current_task()
+            assert task is not None
+            assert [(await anext(chunks)).token_ids for _ in range(2)] == [(5,), (6,)]
+            with pytest.raises(RouterStopping):
+                await anext(chunks)
+            return task.cancelling()
+
+        reading, paused = asyncio.create_task(third_token()), generating("is not read")
+        assert (await anext(paused)).token_ids == (5,)
+        await until(lambda: router.limiter.num_in_flight == 2)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        table.stop_requests()
+        async with asyncio.timeout(30):
+            assert await reading == 0, "the task counts as cancelled"
+            for chunks in (paused, generating("comes later")):
+                with pytest.raises(RouterStopping):
+                    await anext(chunks)
+        assert router.limiter.num_in_flight == 0
 
 
 async def test_a_good_request_is_passed_on(router: Router) -> None:

@@ -17,7 +17,7 @@ from baton.api import Chat, Text, TokenIds
 from baton.chat import ChatMessage
 from baton.cluster import Role
 from baton.config import RouterConfig
-from baton.errors import InvalidRequest, ModelWaking, NoController, NoWorker, error_of
+from baton.errors import InvalidRequest, ModelWaking, NoController, NoWorker, RouterStopping, error_of
 from baton.tasks import cancel_and_wait
 from router.admission import Limiter
 from router.admission.tenants import DEFAULT_TENANT, Tenant
@@ -217,6 +217,18 @@ async def test_more_choices_than_there_are_slots_are_refused_at_once() -> None:
             await model.serve("r", num=5)
         assert model.counts == (0, 0, 0, 0)
         assert not model.wakes
+
+
+async def test_a_router_that_stops_holds_nothing() -> None:
+    async with asleep() as model:
+        requests = [model.ask("0", A), model.ask("1", B)]
+        await settled()
+        assert model.holding.num_held == 2
+        model.holding.stop()
+        for each in requests:
+            with pytest.raises(RouterStopping):
+                await each
+        assert (model.served, model.counts) == ([], (0, 0, 0, 0))
 
 
 # -- who is held -------------------------------------------------------------------------------------------------------
