@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 # Before gRPC is imported: it rebuilds its pollers in the parent at each fork, and they do not always survive that. What
 # is forked here beside a running gRPC executes another program at once, and needs nothing rebuilt.
@@ -26,8 +26,9 @@ from tests.support.vllm import is_left_out, keep_vllm_python
 
 keep_vllm_python()
 
-# By default a test fails if one of its examples takes 200 ms, which a busy machine needs for anything.
-settings.register_profile("baton", deadline=None, max_examples=50)
+# By default a test fails if one of its examples takes 200 ms, or the first ones take a second to draw, which a busy
+# machine needs for anything.
+settings.register_profile("baton", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
 
 EXAMPLES = {"check": Fraction(1, 4), "twentyfold": Fraction(20)}

@@ -246,7 +246,7 @@ FIELDS = {
 PLACES = [(file, name) for file, names in FIELDS.items() for name in names]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(edits=st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(ODD)), min_size=1, max_size=3))
 @example(
     edits=[
@@ -270,7 +270,7 @@ def test_odd_values_are_refused_or_served(
             entries[name]()
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_changed_header_is_refused_or_right(data: st.DataObject, sound: Path, tmp_path: Path) -> None:
     content = bytearray((sound / "model.safetensors").read_bytes())

@@ -138,7 +138,7 @@ def test_values_that_do_not_fit(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert converted(path, tmp_path / "model")
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_changed_header_is_refused_or_converted(data: st.DataObject, sound: Path, tmp_path: Path) -> None:
     content = bytearray(sound.read_bytes())

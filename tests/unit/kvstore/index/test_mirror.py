@@ -6,7 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.index import Applied, BlockEvent, CountingMirror, Mirror, Op, Owners, Position
@@ -300,7 +300,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(steps, st.integers(0, 3))
 def test_random_events_give_what_a_naive_model_gives(
     history: list[tuple[str, int, int, Op, list[int]] | dict[str, int] | tuple[str, list[int]] | int],
