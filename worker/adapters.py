@@ -37,7 +37,9 @@ class AdapterChecks:
             Unsupported: this worker serves no adapters.
         """
         if self._check is None:
-            raise Unsupported("this worker serves no adapters; set engine.max_adapters")
+            raise Unsupported(
+                "this worker serves no adapters; set engine.max_adapters, and engine.runner to auto or transformers"
+            )
         check_path(path)
         if self._running is not None and not self._running.done():
             raise Overloaded("the worker is checking another adapter; try again later")

