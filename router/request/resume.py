@@ -3,7 +3,7 @@
 After a broken stream the client sends its request again, with `resume_from`, to any router.
 
 `CallsInFlight`   If the broken call still runs on this router, the new call ends it first, and continues with the
-                  tokens that it had generated.
+                  tokens that it had generated. A router that stops ends all calls, for clients to continue elsewhere.
 `Journal`         If the router died, another one continues from the tokens that it had recorded in Redis. Tokens that
                   were not recorded in time are generated again and come out identical, so a journal that is late, lost
                   or away costs only time. Therefore requests never wait for the journal: `run` writes the new tokens of
@@ -35,9 +35,9 @@ from router.serve.choice import Choice, ChoiceGroup
 logger = logging.getLogger(__name__)
 TAKE_OVER_S = 5.0
 """Timeout of a call that continues a request for the end of the previous call."""
-FLUSH_S = 0.2
 STOP_S = 2.0
 """Time in which the calls that a stopping router ends tell their clients."""
+FLUSH_S = 0.2
 READ_S = 2.0
 """Timeout for reading the record of a continued request: about the time of a hundred tokens."""
 
